@@ -55,9 +55,9 @@ def num_leading(are_there: Sequence[bool]) -> int:
 class BaseStore(ABC):
     """A base class with defaults for a simple `Store`.
 
-    By default a store has one copy of each value, the clock of this machine, no breaker, no listing
-    and no messages between its users; it ignores `use_memory`. Subclasses implement the other
-    methods.
+    By default a store has one copy of each value, uses this machine's clock, has no breaker and no
+    listing, sends no messages to its other users, and ignores `use_memory`. Subclasses implement
+    the other methods.
     """
 
     @property
@@ -71,10 +71,10 @@ class BaseStore(ABC):
         return Polling()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:  # noqa: B027 - a default
-        """Ignore the memory: only a store that registers memory needs it."""
+        """Do nothing."""
 
     def when_back(self, call: Callable[[], None]) -> None:  # noqa: B027 - a default
-        """Ignore the callback: a simple store does not notice that it answers again."""
+        """Do nothing: the default store has no breaker."""
 
     @abstractmethod
     async def present(self, names: Sequence[str]) -> list[bool]: ...
@@ -96,7 +96,7 @@ class BaseStore(ABC):
         limit: int,
         cursor: str | None = None,  # noqa: ARG002 - the protocol's
     ) -> ListPage:
-        """See `Store.list`. A store that can list its values overrides this method.
+        """Raise an error, as this store has no listing; stores that have one override this method.
 
         Raises:
             StoreUnavailableError: always.
@@ -110,10 +110,11 @@ class BaseStore(ABC):
 
 
 async def usage_of_pages(page: Callable[..., Awaitable[ListPage]]) -> Usage:
-    """Return the number and total bytes of the values of a whole listing.
+    """Return the number and total bytes of all values of a listing.
 
     Args:
-        page: called as `page(cursor=...)`; returns the page at that cursor, the first one for None.
+        page: called as `page(cursor=...)`; returns the page at that cursor, or the first page for
+            None.
     """
     num_values, num_bytes, cursor = 0, 0, None
     while True:
@@ -125,9 +126,9 @@ async def usage_of_pages(page: Callable[..., Awaitable[ListPage]]) -> Usage:
 
 
 class StoreWrapper:
-    """A `Store` that checks the names of each operation and passes it to another store, `inner`.
+    """A `Store` that passes each operation to another store, `inner`, after checking names.
 
-    A subclass overrides a method to change one operation, or `_ask` to change them all.
+    A subclass overrides a method to change one operation, or `_ask` to change all.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -161,11 +162,7 @@ class StoreWrapper:
         return self.inner.running()
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """Return the result of `ask(inner)`; every operation goes through this method.
-
-        Raises:
-            StoreUnavailableError: the store has failed, or the subclass does not use it now.
-        """
+        """Return the result of `ask(inner)`; every operation goes through this method."""
         return await ask(self.inner)
 
     async def ping(self) -> None:
@@ -186,7 +183,6 @@ class StoreWrapper:
             return [GetOutcome(GetStatus.FAILED, str(error))] * len(items)
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        """See `Store.get`."""
         check_name(name)
         return await self._ask(lambda store: store.get(name, max_bytes=max_bytes))
 
@@ -205,12 +201,10 @@ class StoreWrapper:
         return await self._ask(lambda store: store.forget_damaged(checked))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """See `Store.touch`."""
         checked = check_names(names)
         return await self._ask(lambda store: store.touch(checked, ttl_s=ttl_s))
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """See `Store.list`."""
         check_prefix(prefix)
         check_limit(limit)
         return await self._ask(lambda store: store.list(prefix, limit=limit, cursor=cursor))
@@ -226,12 +220,12 @@ Item = TypeVar("Item")
 class WorkerThreads:
     """Threads for blocking work, which exist inside `running()`.
 
-    The work uses the buffers of its caller. A cancelled call is therefore left only when its thread
-    has ended the work.
+    The work uses the caller's buffers, so a cancelled call ends only after its thread has ended the
+    work.
 
     Args:
         owner: URL of the store, for errors.
-        num_threads: most threads.
+        num_threads: largest number of threads.
     """
 
     def __init__(self, owner: str, num_threads: int) -> None:
@@ -242,10 +236,10 @@ class WorkerThreads:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Start the threads. Leaving refuses new work and waits for work under way.
+        """Start the threads. At the end, refuse new work and wait for work under way.
 
         Raises:
-            ConfigError: the system starts no further thread.
+            ConfigError: the system cannot start another thread.
         """
         pool = Threads(self._num_threads, "tierkv-store")
         self._pool = pool
@@ -259,7 +253,7 @@ class WorkerThreads:
                 pool.shutdown(wait=False)  # only idle threads are left
 
     async def idle(self) -> None:
-        """Wait until the work that is under way now has ended."""
+        """Wait until all work that is under way now has ended."""
         await outlast(set(self._in_flight), on_cancel=lambda: None)
 
     def check_open(self) -> None:
@@ -272,7 +266,9 @@ class WorkerThreads:
             raise StoreUnavailableError(f"{self._owner} is closed")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, run in a thread. A cancel is raised after `work` has ended.
+        """Return the result of `work`, run in a thread.
+
+        A cancelled call ends only after `work` has ended.
 
         Raises:
             StoreUnavailableError: the threads are not running.
@@ -290,8 +286,8 @@ class WorkerThreads:
     ) -> AsyncIterator[T]:
         """Acquire a resource in a thread, yield it, and release it in a thread at the end.
 
-        The release waits until no work is under way. After a cancel during `acquire` the resource
-        is released, too.
+        Before the release, wait until no work is under way. If the call is cancelled during
+        `acquire`, the resource is released, too.
 
         Args:
             acquire: acquires and returns the resource.
@@ -309,11 +305,11 @@ class WorkerThreads:
                     await self.run(lambda: give_back(acquired.pop()))
 
     async def run_each(self, work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
-        """Return `work(item)` for each item, spread over the threads, in the order of the items.
+        """Return `work(item)` for each item, in the order of the items, using all threads.
 
-        After a cancel no further item is begun, and the cancel is raised when the begun items have
-        ended. A TierKVError of `work` is raised when all items are done. After any other error its
-        thread begins no further item.
+        After a cancel no further item is begun; the call raises when the begun ones have ended. A
+        TierKVError of `work` is raised when all items are done. After any other error, the thread
+        that met it begins no further item.
 
         Args:
             work: blocking function, called in a thread.
@@ -355,16 +351,7 @@ class WorkerThreads:
         futures: set[asyncio.Future[T]],
         on_cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until all calls have ended.
-
-        A cancel withdraws the calls that no thread has begun, and is raised when the rest has
-        ended.
-
-        Args:
-            calls: the calls, as the threads see them.
-            futures: the same calls, as the event loop sees them.
-            on_cancel: called first at a cancel.
-        """
+        """Wait until all calls have ended; a cancel withdraws those that no thread has begun."""
 
         def withdraw() -> None:
             on_cancel()
@@ -386,11 +373,11 @@ _MAX_PIECES = 1024
 
 
 def copy_into(content: Buffer, views: Sequence[memoryview]) -> None:
-    """Copy a value into views, which are filled in order.
+    """Copy a value into buffers, filling them in order.
 
     Args:
-        content: the value, at most as long as all views together.
-        views: writable memory.
+        content: the value, at most as long as all buffers together.
+        views: the buffers, writable.
     """
     source, at = memoryview(content), 0
     for view in flat(views):
@@ -401,28 +388,29 @@ def copy_into(content: Buffer, views: Sequence[memoryview]) -> None:
 
 
 def room_for(num_bytes: int, views: Sequence[memoryview]) -> tuple[memoryview, ...]:
-    """Return views of the first `num_bytes` bytes of `views`, without a copy.
+    """Return views of the first `num_bytes` bytes of buffers, without a copy.
 
     Args:
-        num_bytes: number of bytes, at most the views' sum.
-        views: memory in order.
+        num_bytes: number of bytes, at most the sum of the buffers' sizes.
+        views: the buffers in order.
     """
     return cut_buffers(views, [num_bytes])[0]
 
 
 def flat(buffers: Iterable[Buffer]) -> list[memoryview]:
-    """Return each buffer as a view of single bytes; empty buffers are left out."""
+    """Return each buffer as a view of single bytes, without empty buffers."""
     views = (memoryview(buffer) for buffer in buffers)
     return [view.cast("B") for view in views if view.nbytes]
 
 
 def read_fully(fd: int, views: Sequence[memoryview], digest: Digest | None = None) -> bool:
-    """Fill `views`, in order, from the start of the file; return False if the file is shorter.
+    """Fill buffers in order from the start of a file; return False if the file is shorter.
 
     Args:
         fd: descriptor of the file.
-        views: buffers to fill.
-        digest: receives each piece as it is read, while the processor has it in its cache.
+        views: the buffers to fill.
+        digest: receives each piece as it is read, while the piece is in the processor's cache; None
+            for none.
 
     Raises:
         OSError: the file cannot be read.
@@ -444,14 +432,14 @@ def read_fully(fd: int, views: Sequence[memoryview], digest: Digest | None = Non
 
 
 def write_fully(fd: int, parts: Sequence[Buffer]) -> None:
-    """Write bytes to a file, from its current position on.
+    """Write all bytes to a file, from its current position on.
 
     Args:
         fd: file descriptor, open for writing.
-        parts: bytes in order.
+        parts: the bytes in order.
 
     Raises:
-        OSError: the file cannot be written; a part of the bytes may be in it.
+        OSError: the file cannot be written; some of the bytes may be in it.
     """
     pieces = flat(parts)
     while pieces:
@@ -459,7 +447,6 @@ def write_fully(fd: int, parts: Sequence[Buffer]) -> None:
 
 
 def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return the rest of `pieces` after their first `num_bytes` bytes."""
     done = 0
     while done < len(pieces) and len(pieces[done]) <= num_bytes:
         num_bytes -= len(pieces[done])
@@ -471,14 +458,14 @@ def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def cut_buffers(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[tuple[memoryview, ...]]:
-    """Cut buffers, seen as one sequence of bytes, into consecutive pieces, without a copy.
+    """Cut buffers, as if they were joined, into consecutive pieces, without a copy.
 
     Args:
-        buffers: buffers in order.
+        buffers: the buffers in order.
         sizes: bytes of each piece; their sum is at most that of the buffers.
 
     Returns:
-        The views that each piece consists of.
+        For each piece, the views that it consists of.
     """
     rest = deque(flat(buffers))
     pieces = []
@@ -503,7 +490,7 @@ def why_unreachable(error: BaseException) -> str:
     """Return the end of the sentence "URL cannot be reached ...": the reason and a remedy.
 
     Args:
-        error: an OSError, or an error raised because of one.
+        error: an OSError, or an error that an OSError has caused.
     """
     while not isinstance(error, OSError) and (cause := error.__cause__ or error.__context__):
         error = cause

@@ -1,10 +1,10 @@
-"""Blocks and small values as stored bytes: headers with a checksum, a signature or a cipher.
+"""The stored form of blocks and small values: headers with a checksum, a signature or a cipher.
 
     host slot -> payload codec -> | header, 88 bytes | stored payload | -> store
 
-`Codec` makes and checks headers, one subclass for each `Trust`. `PAYLOAD_CODECS` is the table of
-payload codecs: a compression is a `PayloadCodec` and a row of that table. `seal` and `unseal` frame
-records for other processes. The format is described in docs/storage-format.md, with a test vector.
+`Codec` makes and checks headers; each `Trust` has a subclass. A payload codec, such as a
+compression, is a `PayloadCodec` with a row in `PAYLOAD_CODECS`. `seal` and `unseal` convert records
+for other processes. The format is described in docs/storage-format.md, with a test vector.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MIN_LATE_BYTES, _MAX_LATE_BYTES = 256 << 10, 8 << 20
 
 
 class Damage(Enum):
-    """The property of a stored value that is not as its reader expects."""
+    """The difference between a stored value and the value that its reader expects."""
 
     LENGTH = "length"  # shorter than its header, or not as long as the header says or we expect
     MAGIC = "magic"  # not a value of tierkv at all
@@ -58,7 +58,7 @@ class Damage(Enum):
 
 
 class DamagedValueError(StoreCorruptError):
-    """A stored value is not the one its reader expects; `damage` names the difference."""
+    """A stored value differs from the one that its reader expects, in the property `damage`."""
 
     def __init__(self, damage: Damage, message: str) -> None:
         super().__init__(message)
@@ -67,10 +67,10 @@ class DamagedValueError(StoreCorruptError):
 
 @dataclass(frozen=True, slots=True)
 class ValueIdentity:
-    """The block or tail (last, partial block of a prompt) that a value must contain.
+    """The block or tail that a value must contain.
 
     Attributes:
-        layout_digest: digest of the layout, 16 bytes or more, of which the first 16 count.
+        layout_digest: digest of the layout; its first 16 bytes are compared.
         key_digest: digest of the block, 32 bytes, as in the value's name.
         num_tokens: number of tokens in the block.
     """
@@ -87,13 +87,12 @@ class ValueIdentity:
 
 
 class PayloadCodec(Protocol):
-    """One way to encode a block's bytes, such as a compression. Safe from several threads."""
+    """An encoding of a block's bytes, such as a compression. Thread-safe."""
 
     def encode(self, payload: Buffer) -> Buffer:
         """Return the encoded payload.
 
-        If it is not shorter than the payload, the caller stores the payload as it is, with the
-        codec number IDENTITY.
+        If the result is not shorter than `payload`, the caller stores `payload` itself.
         """
 
     def decode(self, stored: bytes, room: memoryview) -> int:
@@ -101,7 +100,7 @@ class PayloadCodec(Protocol):
 
         Args:
             stored: the encoded payload.
-            room: memory for the payload.
+            room: writable memory for the payload.
 
         Raises:
             DamagedValueError: `stored` is malformed, or its payload is longer than `room`.
@@ -116,22 +115,21 @@ class PayloadCodecs:
     """A table of payload codecs.
 
     Attributes:
-        by_number: codecs that can be read, by the number in the header of their values, 1 to 2**32
-            - 1.
-        writes_with: the number of the codec for new values.
+        by_number: the codecs for reading, by the number (1 to 2**32 - 1) in the header of a value.
+        writes_with: the number of the codec for new values; IDENTITY for none.
     """
 
     by_number: Mapping[int, PayloadCodec] = field(default_factory=dict)
     writes_with: int = IDENTITY
 
     def __post_init__(self) -> None:
-        assert IDENTITY not in self.by_number, "payloads with this number have no codec"
+        assert IDENTITY not in self.by_number, "a payload with this number has no codec"
         assert self.writes_with == IDENTITY or self.writes_with in self.by_number, (
-            "what is written can be read"
+            "a codec that writes must be able to read"
         )
 
     def encode(self, payload: Buffer) -> tuple[int, Buffer]:
-        """Return a codec's number and the bytes to store, at most as many as in `payload`."""
+        """Return the number of the codec used and the bytes to store: `payload`, or fewer."""
         if self.writes_with != IDENTITY:
             stored = self.by_number[self.writes_with].encode(payload)
             if memoryview(stored).nbytes < memoryview(payload).nbytes:
@@ -144,10 +142,10 @@ PAYLOAD_CODECS = PayloadCodecs()
 
 
 class Codec(ABC):
-    """The translation of blocks to stored values and back. Safe from several threads.
+    """The translation of blocks to stored values and back. Thread-safe.
 
-    A value is a header (identity of the block, and a checksum, signature or cipher tag) and the
-    stored payload. Subclasses implement one protection each.
+    A value is a header (the identity of its block, and a checksum, signature or cipher tag)
+    followed by the stored payload. Each subclass implements one protection.
     """
 
     flags: ClassVar[int]
@@ -159,7 +157,7 @@ class Codec(ABC):
     def encode(self, payload: Buffer, identity: ValueIdentity) -> tuple[bytes, Buffer]:
         """Return the header of a value, and the bytes to store after it.
 
-        These bytes are `payload` itself, an encryption of the same length, or a shorter encoding.
+        These bytes are `payload` itself, its encryption of the same length, or a shorter encoding.
 
         Args:
             payload: bytes of the block or tail.
@@ -172,27 +170,26 @@ class Codec(ABC):
         return self._close(fields, stored, identity)
 
     def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:  # noqa: ARG002
-        """Return a header with the bytes that `encode` makes, to be filled in right before sending.
+        """Return the header that `encode` makes, with content that is filled in at sending.
 
         Args:
             payload: bytes of the block or tail.
             identity: layout, key and number of tokens, for the header.
 
         Returns:
-            None if filling in the header would block the event loop for too long, or gains nothing.
+            The header, or None if filling it in would block the event loop for too long or gains
+                nothing; use `encode` then.
         """
         return None
 
     def digest(self, header: Buffer) -> Digest | None:  # noqa: ARG002
-        """Return a digest to update with a value's bytes as they arrive.
-
-        `decode` takes the digest and then need not read the bytes again.
+        """Return a checksum to update with a value's bytes as they arrive, for use by `decode`.
 
         Args:
-            header: the buffer that the value's header arrives in.
+            header: the buffer that the value's header is read into.
 
         Returns:
-            None if the digest would block the event loop for too long.
+            The checksum; None if updating it would block the event loop for too long.
         """
         return None
 
@@ -205,15 +202,17 @@ class Codec(ABC):
         *,
         num_bytes: int | None = None,
     ) -> int:
-        """Check a value, put its payload at the start of `room` and return the payload's length.
+        """Check a value, write its payload to the start of `room`, and return the payload's length.
 
         Args:
-            header: buffer of `header_bytes` bytes that the value's first bytes were read into.
-            room: buffer that the bytes after the header were read into; the payload may fill it.
+            header: the first `header_bytes` bytes of the value.
+            room: buffer with the bytes after the header. It receives the decoded payload, and must
+                be large enough for that.
             identity: the block that the value must contain.
-            digest: a digest of this codec that was given all bytes of the value; None to read them.
-            num_bytes: number of bytes that were read into `room`; None for all of it. Below 0 if
-                the value is shorter than its header.
+            digest: a result of `digest` that has received all bytes of the value; None to compute
+                the checksum here.
+            num_bytes: number of bytes of the value in `room`; None for all of it. Below 0 if the
+                value is shorter than its header.
 
         Raises:
             DamagedValueError: a bit of header or payload differs from what was encoded, or the
@@ -235,15 +234,16 @@ class Codec(ABC):
     ) -> int:
         """Check a value, and return the number of its payload codec.
 
-        Encrypted bytes in `stored` are replaced by the decrypted ones.
+        If the value is encrypted, `stored` is decrypted in place.
 
         Args:
             header: the header, `header_bytes` bytes.
             stored: the bytes after the header.
             identity: the block that the value must contain.
-            digest: a digest of this codec that was given all bytes of the value; None to read them.
-            num_bytes: number of bytes of the value after its header, below 0 if the value ends
-                within the header. The error's sentence names it. None for the size of `stored`.
+            digest: a result of `digest` that has received all bytes of the value; None to compute
+                the checksum here.
+            num_bytes: number of bytes of the value after its header, for the error; below 0 if the
+                value is shorter than its header. None for the size of `stored`.
 
         Raises:
             DamagedValueError: a bit of the value differs from what was encoded, or its payload
@@ -270,11 +270,7 @@ class Codec(ABC):
     def _close(
         self, fields: bytes, stored: Buffer, identity: ValueIdentity
     ) -> tuple[bytes, Buffer]:
-        """Finish a header: add the checksum, signature or cipher tag to its fields.
-
-        Returns:
-            The whole header, and the bytes to store: `stored` itself, or as many encrypted ones.
-        """
+        """Return the header, completed with the protection, and the bytes to store after it."""
 
     @abstractmethod
     def _open(
@@ -285,32 +281,25 @@ class Codec(ABC):
         identity: ValueIdentity,
         digest: Digest | None,
     ) -> None:
-        """Check the bytes of a value, and decrypt `stored` in place if it is encrypted.
-
-        Args:
-            fields: the first fields of the header.
-            rest: the header after these fields.
-            stored: the bytes after the header.
-            identity: the block that the value must contain.
-            digest: a digest that was given all bytes; None to read them.
-
-        Raises:
-            DamagedValueError: the value is not the encoded one.
-        """
+        """Check a value, decrypting `stored` in place; raise DamagedValueError if it is wrong."""
 
 
 def is_packed(header: Buffer) -> bool:
-    """Return True if the value that begins with `header` needs a payload codec to be read."""
+    """Return True if the value with this header was written with a payload codec."""
     return any(memoryview(header)[_PAYLOAD_CODEC])
 
 
 class PlainDigest:
-    """A running checksum of a value; the bytes are given in order, header first."""
+    """A checksum under way of one value, whose bytes are given in order, header first."""
 
     __slots__ = ("_header", "_header_left", "_sum")
 
     def __init__(self, header: Buffer) -> None:
-        """Begin a checksum; `header` is the buffer that the value's header arrives in."""
+        """Begin a checksum.
+
+        Args:
+            header: the buffer that the value's header is read into.
+        """
         self._header = memoryview(header)
         self._header_left = HEADER_BYTES
         self._sum = xxhash.xxh3_128()
@@ -330,7 +319,7 @@ class PlainDigest:
 
 
 class DeferredHeader:
-    """A header with bytes, in `content`, that the first call of this object fills in."""
+    """A header, `content`, that is filled in when this object is first called."""
 
     __slots__ = ("_identity", "_is_made", "_payload", "content")
 
@@ -341,23 +330,22 @@ class DeferredHeader:
         self._is_made = False
 
     def __call__(self) -> None:
-        """Fill in the header. Safe from several threads: all of them write the same bytes."""
+        """Fill in the header. Thread-safe: all threads write the same bytes."""
         if not self._is_made:
             self.content[:] = _PLAIN.encode(self._payload, self._identity)[0]
             self._is_made = True
 
 
 class PlainCodec(Codec):
-    """The codec of trusted stores: a checksum finds accidental damage.
+    """The codec for trusted stores: a checksum detects accidental damage.
 
-    A payload without a payload codec is read once and not copied.
+    Without a payload codec, the payload is read once and not copied.
     """
 
     flags = 0
     header_bytes = HEADER_BYTES
 
     def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:
-        """See `Codec.header_later`."""
         is_late = _MIN_LATE_BYTES <= memoryview(payload).nbytes <= _MAX_LATE_BYTES
         if not is_late or self._payloads.writes_with != IDENTITY:
             return None
@@ -394,7 +382,7 @@ class PlainCodec(Codec):
 def pack_fields(
     identity: ValueIdentity, payload_bytes: int, *, flags: int, payload_codec: int = IDENTITY
 ) -> bytes:
-    """Return the FIELDS_BYTES bytes that every header starts with.
+    """Return the first FIELDS_BYTES bytes of a header, which all codecs share.
 
     Args:
         identity: layout, key and number of tokens of the block.
@@ -422,11 +410,12 @@ def check_fields(
     flags: int,
     header_bytes: int,
 ) -> int:
-    """Check the length of a header, and compare its fields with those that a value must have.
+    """Check the length and the fields of a header against those that the value must have.
 
     Args:
         header: first bytes of the value.
-        payload_bytes: number of bytes after the header; below 0 if the value ends before that.
+        payload_bytes: number of bytes after the header; below 0 if the value is shorter than its
+            header.
         identity: the block that the value must contain.
         flags: flags that the header must have.
         header_bytes: length that the header must have.
@@ -435,7 +424,7 @@ def check_fields(
         The number of the value's payload codec.
 
     Raises:
-        DamagedValueError: the header has another length, or a field differs.
+        DamagedValueError: the length or a field differs.
     """
     if header.nbytes != header_bytes or payload_bytes < 0:
         raise DamagedValueError(
@@ -470,7 +459,7 @@ def check_fields(
 
 
 def read_identity(header: Buffer) -> ValueIdentity:
-    """Return the block that a header claims to belong to; tools use it before they check the value.
+    """Return the block that a header names, without checking the value; for tools.
 
     Raises:
         DamagedValueError: the header is too short.
@@ -495,8 +484,8 @@ _PLAIN = PlainCodec()
 #     signed  | fields, 72 | BLAKE3 with key, 16 | payload |
 #     sealed  | fields, 72 | nonce, 12 | zeros, 4 | tag, 16 | payload, AES-256-GCM |
 #
-# Both find forgeries, a sealed value also hides its bytes. Sealed is the faster one: 5.1 GB/s
-# against 2.8 on one core with AES instructions. Needs the extra `untrusted` (blake3, cryptography).
+# Both detect forged values, and sealed ones are encrypted, too. Sealing is faster: 5.1 GB/s against
+# 2.8 on one core with AES instructions. Needs the extra `untrusted` (blake3, cryptography).
 
 if TYPE_CHECKING:  # an extra
     from blake3 import blake3
@@ -514,18 +503,18 @@ _FORGED = "the value was written with another key than this tenant's, or was cha
 class Trust(Enum):
     """The protection of values against other writers of the store."""
 
-    TRUSTED = "trusted"  # values are checked for accidents
-    SIGNED = "signed"  # and for forgeries
-    SEALED = "sealed"  # and are readable with the key only
+    TRUSTED = "trusted"  # values are checked for accidental damage
+    SIGNED = "signed"  # and for forged values
+    SEALED = "sealed"  # and are encrypted
 
 
 def codec_for(trust: Trust, key: bytes | None, payloads: PayloadCodecs = PAYLOAD_CODECS) -> Codec:
-    """Make the codec of one tenant's blocks.
+    """Return the codec for one tenant's blocks.
 
     Args:
         trust: the protection against other writers of the store.
-        key: the tenant's key of 32 bytes; None where `trust` needs none.
-        payloads: payload codecs that are read, and the one that writes.
+        key: the tenant's key of 32 bytes; None if `trust` needs none.
+        payloads: the table of payload codecs.
 
     Raises:
         ConfigError: the key is missing or malformed, or a package is missing.
@@ -537,10 +526,10 @@ def codec_for(trust: Trust, key: bytes | None, payloads: PayloadCodecs = PAYLOAD
 
 
 def check_key(trust: Trust, key: bytes | None) -> bytes:
-    """Return `key` if it has the 32 bytes that a store that is not trusted needs.
+    """Return `key`, which must have 32 bytes.
 
     Args:
-        trust: the protection that needs the key, named by the error.
+        trust: the protection that needs the key, for the error.
         key: the deployment's or a tenant's key; None for none.
 
     Raises:
@@ -555,10 +544,10 @@ def check_key(trust: Trust, key: bytes | None) -> bytes:
 
 
 class TenantCodecs:
-    """A codec for each fingerprint (model, layout, adapter, tenant).
+    """The codecs of all fingerprints (model, layout, adapter, tenant) of a deployment.
 
-    The key of each codec is derived from the deployment's key and the fingerprint, so another
-    tenant's values count as damaged, whatever name they have.
+    Each codec's key is derived from the deployment's key and the fingerprint. One tenant's codec
+    therefore rejects another tenant's values as damaged.
     """
 
     def __init__(
@@ -572,7 +561,7 @@ class TenantCodecs:
         Args:
             trust: the protection against other writers of the store.
             key: the deployment's key of 32 bytes; None if `trust` needs none.
-            payloads: payload codecs that are read, and the one that writes.
+            payloads: the table of payload codecs.
 
         Raises:
             ConfigError: the key is missing or malformed, or a package is missing.
@@ -595,10 +584,10 @@ _MAX_KEY_FILE_BYTES = 4096  # a key takes 64
 
 
 def read_key(path: str | Path) -> bytes:
-    """Return the key in a file of 64 hex digits.
+    """Return the key, 32 bytes, in a file of 64 hex digits.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no key.
+        ConfigError: the file cannot be read, or contains no key.
     """
     try:
         with Path(path).open("rb") as file:
@@ -614,7 +603,7 @@ def parse_key(text: str) -> bytes:
     """Return the 32 bytes that 64 hex digits stand for.
 
     Raises:
-        ConfigError: the text is no key. The message does not repeat the text.
+        ConfigError: the text is not a key. The message does not repeat the text.
     """
     try:
         key = bytes.fromhex(text.strip())
@@ -629,7 +618,7 @@ def parse_key(text: str) -> bytes:
 
 
 def import_blake3() -> type[blake3]:
-    """Return the hash function BLAKE3, from an optional package.
+    """Return the hash function BLAKE3 of an optional package.
 
     Raises:
         ConfigError: the package is not installed.
@@ -642,7 +631,7 @@ def import_blake3() -> type[blake3]:
 
 
 def import_aes_gcm() -> tuple[type[AESGCM], type[Exception]]:
-    """Return the cipher AES-GCM, from an optional package, and the error it raises at a forgery.
+    """Return the cipher AES-GCM of an optional package, and its error for a forged value.
 
     Raises:
         ConfigError: the package is not installed.
@@ -667,10 +656,10 @@ def _derive(key: bytes, purpose: bytes) -> bytes:
 
 
 class SignedCodec(Codec):
-    """The codec that finds forgeries: a keyed digest (BLAKE3) in the place of the checksum.
+    """The codec that detects forged values: a keyed digest (BLAKE3) in place of the checksum.
 
-    The stored payload is read once and not copied. Threads make the digest: 256 KiB would block the
-    event loop for 90 us.
+    The stored payload is read once and not copied. Threads compute the digest, which takes 90 us
+    for 256 KiB.
     """
 
     flags = FLAG_SIGNED
@@ -712,12 +701,10 @@ class SignedCodec(Codec):
 
 
 class SealedCodec(Codec):
-    """The codec that also hides the bytes: AES-256-GCM with a key per block and a random nonce.
+    """The codec that encrypts values: AES-256-GCM with a key per block and a random nonce.
 
-    The key of a block is derived from the tenant's key. The same block can be written twice with
-    different bytes, so a nonce made from the block's name would not be safe. Encryption and
-    decryption copy the bytes, since the cipher wants its tag behind them and a host slot has no
-    room there.
+    A block's key is derived from the tenant's key. The nonce is random, because one block may be
+    written twice with different bytes. Encryption and decryption copy the payload.
     """
 
     flags = FLAG_SEALED
@@ -733,7 +720,7 @@ class SealedCodec(Codec):
 
         Args:
             key: the tenant's key of 32 bytes.
-            payloads: payload codecs that are read, and the one that writes.
+            payloads: the table of payload codecs.
             make_nonce: `make_nonce(n)` returns n bytes that it has not returned before.
 
         Raises:
@@ -786,16 +773,16 @@ _FORGED_SMALL = "the value was written with another key or for another name, or 
 
 
 class SmallCodec:
-    """The stored form of small values, such as tickets, each bound to its name.
+    """The stored form of small values, such as tickets, each bound to its name. Thread-safe.
 
-    Safe from several threads. In a trusted store a value is its content, unchanged.
+    In a trusted store the content is stored unchanged. Otherwise:
 
         signed  | TKVS, version 1, flags 1 | BLAKE3 with key, 32 | content |
         sealed  | TKVS, version 1, flags 2 | nonce, 12 | content, AES-256-GCM | tag, 16 |
 
-    The codec detects values that were forged, changed, or stored under another name. It cannot
-    detect that a value was removed or replaced by an older one of the same name; contents therefore
-    carry the time at which they expire.
+    Values that were forged, changed, or stored under another name are detected. A value that was
+    removed, or replaced by an older one of the same name, is not; contents therefore carry the time
+    at which they expire.
     """
 
     def __init__(self, trust: Trust, key: bytes | None) -> None:
@@ -803,7 +790,7 @@ class SmallCodec:
 
         Args:
             trust: the protection against other writers of the store.
-            key: 32 bytes that every node of the deployment has; None if none is needed.
+            key: 32 bytes, the same on every node of the deployment; None if `trust` needs none.
 
         Raises:
             ConfigError: the key is missing or malformed, or a package is missing.
@@ -826,7 +813,7 @@ class SmallCodec:
         """Return the bytes to store for a small value, at most 56 more than the content.
 
         Args:
-            name: name of the value; under another name the bytes are refused.
+            name: name of the value. The bytes are valid only under this name.
             content: the bytes to protect.
         """
         return self._seal(name, content)
@@ -839,7 +826,7 @@ class SmallCodec:
             value: the stored bytes.
 
         Raises:
-            DamagedValueError: the value was not sealed for this name with this key.
+            DamagedValueError: the value was not made for this name with this key.
         """
         return self._unseal(name, value)
 
@@ -891,7 +878,7 @@ _RECORD_HEAD = struct.Struct("<4sH16s")
 
 
 def seal(magic: bytes, version: int, record: object) -> bytes:
-    """Return a record as one framed value, with a checksum.
+    """Return a record as bytes with a checksum.
 
     record   | magic, 4 bytes | version, u16 | xxh3_128 of all the rest | msgpack body |
 
@@ -905,16 +892,16 @@ def seal(magic: bytes, version: int, record: object) -> bytes:
 
 
 def unseal(magic: bytes, version: int, value: bytes, kind: type[T]) -> T:
-    """Check a framed value and return its record.
+    """Check the bytes that `seal` returned, and return their record.
 
     Args:
         magic: 4 bytes that name the kind of record, as given to `seal`.
         version: version of the record's format, as given to `seal`.
-        value: the framed value.
+        value: the bytes.
         kind: type of the record.
 
     Raises:
-        StoreCorruptError: a byte differs from what was sealed, or the version is another one.
+        StoreCorruptError: a byte differs, or the magic or version is another one.
     """
     if len(value) < _RECORD_HEAD.size:
         raise StoreCorruptError(f"a record of {len(value)} bytes is too short")

@@ -1,4 +1,4 @@
-"""The storage tier's settings, and stores by their URLs: built-in kinds and those of packages."""
+"""The settings of the storage tier, and stores by their URLs, built in or from packages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, slots=True)
 class StoreKind(Generic[Settings]):
-    """A kind of store that a package provides.
+    """A kind of store that an installed package provides.
 
     Attributes:
         settings: dataclass of the settings, each with a default: the table `storage.stores.SCHEME`.
@@ -43,8 +43,8 @@ class StoreKind(Generic[Settings]):
         """Return the settings of a store.
 
         Args:
-            table: Settings by name, from a file or the environment.
-            scheme: Scheme of the store's URL, for errors.
+            table: settings by name, from a file or the environment.
+            scheme: scheme of the store's URL, for errors.
 
         Raises:
             ConfigError: a key is unknown, or a value has a wrong type.
@@ -55,10 +55,10 @@ class StoreKind(Generic[Settings]):
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The settings of every kind of store; those of kinds that are not used have no effect.
+    """The settings of every kind of store, of which only those of the opened store take effect.
 
     Attributes:
-        stores: tables of settings of stores from packages, by the scheme of their URLs.
+        stores: tables of settings for stores of installed packages, by the scheme of their URLs.
     """
 
     memory: MemorySettings = field(default_factory=MemorySettings)
@@ -129,7 +129,7 @@ _STORES: dict[str, Callable[[str, StoreSettings, Clock], Store]] = {
 
 
 def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
-    """Return the store that `url` names; nothing is opened before its `running()` is entered.
+    """Return the store that `url` names, not yet open: entering its `running()` opens it.
 
     Args:
         url: URL of the store.
@@ -152,13 +152,7 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
 
 
 def _brought(scheme: str) -> StoreKind[Any] | None:
-    """Return the kind of store that an installed package provides for `scheme`, None if none does.
-
-    The installed packages' metadata is read, which takes a few milliseconds.
-
-    Raises:
-        ConfigError: the kind cannot be imported, or is no StoreKind.
-    """
+    """Return the kind of store that an installed package provides for `scheme`; None for none."""
     from importlib.metadata import entry_points  # noqa: PLC0415 - 2 MiB that few nodes need
 
     entry = next(iter(entry_points(group=ENTRY_POINTS, name=scheme)), None)
@@ -175,13 +169,13 @@ def _brought(scheme: str) -> StoreKind[Any] | None:
 
 
 def urls_in(url: str) -> Sequence[str]:
-    """Return the URLs of the stores that a layered store consists of; for another store its URL."""
+    """Return the URLs of the stores that a layered store is made of; for other stores [url]."""
     scheme, _, rest = url.partition(":")
     return rest.split("|") if scheme == "layered" else [url]
 
 
 def open_guarded_store(url: str, settings: StoreSettings, clock: Clock) -> GuardedStore:
-    """Return the store that `url` names, with deadlines and a circuit breaker (GuardedStore).
+    """Return the store that `url` names, not yet open, with deadlines and a breaker (GuardedStore).
 
     Args:
         url: URL of the store.
@@ -212,17 +206,17 @@ class StorageSettings:
     Attributes:
         url: URL of the storage tier: file:///directory, redis://host:port/0, memory://,
             mooncake://..., layered:NEAR|FAR, or none. If empty, files in the user's cache
-            directory, which nodes of one machine share.
-        trust: protection of stored values against other writers: trusted detects accidents, signed
-            also forgeries, and sealed also keeps values secret. All nodes that share a store need
-            the same.
-        key_file: file with the key for signed and sealed, 64 hex digits, the same on all nodes that
-            share a store.
+            directory, which the nodes of one machine share.
+        trust: protection of stored values against other writers: trusted detects accidental damage,
+            signed also detects forged values, and sealed also encrypts values. All nodes that share
+            a store need the same.
+        key_file: file with the key for signed and sealed, 64 hex digits. All nodes that share a
+            store need the same key.
         key: the key itself, instead of key_file; meant for TIERKV_STORAGE__KEY.
-        touches_per_ttl: most renewals of a used block's time to live within one such time; each
-            starts the whole time again. With 0 a block expires at the end of its first time.
+        touches_per_ttl: largest number of times that a used block's time to live is renewed within
+            one such time. With 0 a block expires even if it is used.
         tenants: URLs of separate stores of some tenants, by short fingerprint.
-        peer_tensor_parallel: tensor-parallel sizes of other nodes; their blocks are used if there
+        peer_tensor_parallel: tensor-parallel sizes of other nodes. Their blocks are used if there
             are none of this node's own size.
         stores: a table of settings for each store that another package provides, by the scheme of
             its URLs: [storage.stores.s3].
@@ -284,7 +278,7 @@ class StorageSettings:
         )
 
     def codecs(self) -> TenantCodecs:
-        """Read the key and return the codecs of blocks, one for each fingerprint.
+        """Read the key, and return the codecs for blocks.
 
         Raises:
             ConfigError: the key cannot be read or used.
@@ -292,7 +286,7 @@ class StorageSettings:
         return TenantCodecs(self.trust, self._read_key())
 
     def small_codec(self) -> SmallCodec:
-        """Read the key and return the codec of tickets and other small values.
+        """Read the key, and return the codec for tickets and other small values.
 
         Raises:
             ConfigError: the key cannot be read or used.

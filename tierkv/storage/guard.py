@@ -74,24 +74,26 @@ class ResilienceSettings:
     """Deadlines of single operations at a store, its circuit breaker, and the queue of writes.
 
     Attributes:
-        timeout_s: seconds for a read or question, without the time for its bytes. It should be
-            above the store's own limit, whose errors say more. The wait of a request has another
-            limit (cache.fetch_deadline_s).
-        slowest_bytes_per_s: bytes per second that a store must reach. An operation gets its timeout
-            and the time that its bytes take at this speed.
+        timeout_s: seconds for a read or question, without the time for its bytes. Set it above the
+            store's own time limit, whose errors say more. A request waits for at most
+            cache.fetch_deadline_s.
+        slowest_bytes_per_s: bytes per second that a store must reach. An operation may take its
+            timeout and, in addition, the time that its bytes take at this speed.
         write_timeout_s: seconds for a batch of writes, without the time for its bytes.
-        failures_to_open: failed operations in a row after which the store is not used until it
-            answers a probe.
+        failures_to_open: number of failed operations in a row after which the store is not used
+            until it answers a probe.
         probe_interval_s: seconds between probes of a failed store.
-        retries_per_operation: retries per operation, over all reads: 0.1 allows a retry of one read
-            in ten.
-        max_reads: most reads at the store; up to 1,024 wait for their turn.
-        write_batches: most batches of writes at the store, for each part of a layered store.
-        max_waiting_write_bytes: most bytes of waiting writes; beyond that the least valuable writes
-            are dropped.
+        retries_per_operation: average number of retries per read: 0.1 allows one retry in ten
+            reads.
+        max_reads: largest number of reads under way at the store; up to 1,024 more wait.
+        write_batches: largest number of batches of writes under way, for each part of a layered
+            store.
+        max_waiting_write_bytes: largest number of bytes of waiting writes; beyond it, writes of the
+            least valuable blocks are dropped.
         full_pause_s: seconds without writes after the store was full.
-        negative_ttl_s: seconds for which a missing value is not asked for again, for up to 65,536
-            names. Reading a ticket ends this, since the node that published it has written values.
+        negative_ttl_s: seconds for which the store is not asked again for a name that it has
+            reported missing, for up to 65,536 names. Reading a ticket ends this for all names,
+            because the ticket's node has written values.
     """
 
     timeout_s: float = 3.0
@@ -115,11 +117,11 @@ class ResilienceSettings:
 
 
 class GuardedStore(StoreWrapper):
-    """A `Store` that limits the time of each operation of another store.
+    """A `Store` that limits the time of each operation of another store, `inner`.
 
-    While the circuit breaker is open (after several failures in a row) operations fail at once. An
-    operation that uses the caller's buffers may end after its deadline: the inner store has to stop
-    using them first.
+    After several failures in a row the circuit breaker opens: operations fail at once until the
+    store answers a probe. An operation that uses the caller's buffers may end after its deadline,
+    when `inner` has stopped using them.
     """
 
     def __init__(self, inner: Store, settings: ResilienceSettings, clock: Clock) -> None:
@@ -128,7 +130,7 @@ class GuardedStore(StoreWrapper):
         self._clock = clock
         self._breaker = Breaker(settings.failures_to_open, clock)
         self._opened = asyncio.Event()
-        self._slow = asyncio.Event()  # an operation does: ping the store
+        self._slow = asyncio.Event()  # set when an operation takes long: ping the store
         self._reads = SlotGate(settings.max_reads)
         self._writes = WriteQueue(
             self._write,
@@ -139,7 +141,7 @@ class GuardedStore(StoreWrapper):
         self._num_stuck = 0  # number of stuck batches of writes at the store
         self._full_until = 0.0
         self._write_refusal = ""  # the store's own reason, until it stores something
-        self._refused = asyncio.Event()  # while there is one
+        self._refused = asyncio.Event()  # set while there is such a reason
         self._refused_bytes = 0
         self._probe_name = ""
         self._missing = NegativeCache(settings.negative_ttl_s, clock)
@@ -178,10 +180,7 @@ class GuardedStore(StoreWrapper):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the inner store, the queue of writes and the probes.
-
-        The breaker begins closed: a store that could be opened has just answered.
-        """
+        """Run the inner store, the queue of writes and the probes. The breaker begins closed."""
         self._breaker = Breaker(self._settings.failures_to_open, self._clock)
         self._opened, self._slow = asyncio.Event(), asyncio.Event()  # of this loop
         self._refused, self._write_refusal = asyncio.Event(), ""
@@ -232,9 +231,8 @@ class GuardedStore(StoreWrapper):
         return [found.get(name, False) for name in names]
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        """See `Store.get`."""
         check_name(name)
-        if not lists_tails(name):  # other names are asked for once, or must be found at once
+        if not lists_tails(name):  # the store is asked each time, for example for a ticket
             content = await self._ask(lambda store: store.get(name, max_bytes=max_bytes))
             if content is not None and is_ticket_name(name):
                 self._missing.clear()
@@ -248,10 +246,9 @@ class GuardedStore(StoreWrapper):
         return content
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """Return the result of `ask` on the inner store.
+        """Return the result of `ask` on the inner store; try again once if it fails quickly.
 
-        A call that fails at once is tried a second time, if the budget of retries allows. A cancel
-        is raised at once, even if the operation goes on.
+        A cancelled call raises at once, even if the operation goes on.
         """
         started = self._clock.monotonic()
         may_try_again = True
@@ -283,12 +280,7 @@ class GuardedStore(StoreWrapper):
         )
 
     async def _answered(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """Return the result of `ask` on the inner store.
-
-        Raises:
-            StoreUnavailableError: `ask` raised an error that is not tierkv's, such as one of a
-                user's own store.
-        """
+        """Return the result of `ask` on the inner store, with unexpected errors translated."""
         try:
             return await ask(self.inner)
         except TierKVError:
@@ -304,9 +296,9 @@ class GuardedStore(StoreWrapper):
     # Reads
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        """Read values.
+        """Read each value into the buffers of its item; return one outcome per item.
 
-        Items that fail at once are tried a second time, if the budget of retries allows.
+        Items that fail quickly are tried once more, if the number of retries so far allows.
         """
         started = self._clock.monotonic()
         with self._missing.asking() as note_missing:
@@ -323,10 +315,7 @@ class GuardedStore(StoreWrapper):
         return outcomes
 
     async def _get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        """Read values without a second try.
-
-        A read that goes on after its deadline is waited for, since it uses the caller's buffers.
-        """
+        """Read values once; wait for a read that still uses the buffers after its deadline."""
         num_bytes = sum(item.room_bytes + _ITEM_BYTES for item in items)
         try:
             await self._acquire_slot()
@@ -342,11 +331,7 @@ class GuardedStore(StoreWrapper):
         return outcomes
 
     async def _acquire_slot(self) -> None:
-        """Wait for one of the `max_reads` slots, which the caller releases.
-
-        Raises:
-            StoreUnavailableError: too many operations wait for a slot, or the breaker is open.
-        """
+        """Wait for one of the `max_reads` slots; raise if too many wait or the breaker is open."""
         self._tokens = min(_MAX_TOKENS, self._tokens + self._settings.retries_per_operation)
         self._check_breaker()
         if self._reads.num_waiting >= _MAX_WAITING_READS:
@@ -381,7 +366,7 @@ class GuardedStore(StoreWrapper):
                 self._missing.forget(item.name)
 
     async def _write(self, items: Sequence[PutItem]) -> Sequence[PutOutcome]:
-        """Write one batch of the queue to the inner store."""
+        """Write one batch to the inner store, unless the breaker is open or the store full."""
         try:
             self._check_breaker()
         except StoreUnavailableError as error:
@@ -420,27 +405,15 @@ class GuardedStore(StoreWrapper):
     # Deadlines and retries
 
     def _deadline_s(self, num_bytes: int, timeout_s: float = 0.0) -> float:
-        """Return the seconds that an operation may take.
-
-        Args:
-            num_bytes: bytes that the operation moves.
-            timeout_s: seconds without the time for the bytes; 0 for those of a read.
-        """
+        """Return the seconds that an operation may take; `timeout_s` of 0 is that of reads."""
         timeout_s = timeout_s or self._settings.timeout_s
         return timeout_s + num_bytes / self._settings.slowest_bytes_per_s
 
     @asynccontextmanager
     async def _within(self, deadline_s: float, *, writes: bool = False) -> AsyncIterator[None]:
-        """Cancel the body after `deadline_s` seconds; count that, or an error, as a failure.
+        """Cancel the body after `deadline_s` seconds, and count that or an error as a failure.
 
-        A body that uses buffers may go on after the cancel; the failure is counted at once.
-
-        Args:
-            deadline_s: seconds that the body may take.
-            writes: True for a body that writes.
-
-        Raises:
-            StoreUnavailableError: the body did not end in time.
+        A body that goes on after the cancel, because it uses buffers, is counted at once.
         """
         is_stuck = False
 
@@ -484,9 +457,8 @@ class GuardedStore(StoreWrapper):
     def _allow_retry(self, started: float) -> bool:
         """Return True if a failed operation may be tried again, and count that retry.
 
-        A retry is allowed while the breaker is closed, after a failure within _RETRY_WITHIN_S
-        seconds of `started`, and within a budget that grows by `retries_per_operation` with every
-        operation.
+        Retries are allowed within _RETRY_WITHIN_S seconds of `started`, while the breaker is
+        closed, and `retries_per_operation` times per operation on average.
         """
         was_quick = self._clock.monotonic() - started <= _RETRY_WITHIN_S
         if not was_quick or self._tokens < 1 or not self._breaker.is_closed:
@@ -512,13 +484,7 @@ class GuardedStore(StoreWrapper):
         )
 
     def _judge(self, failures: Sequence[str], num_items: int, *, of_read: bool = True) -> None:
-        """Count one failure if all items of a batch failed, one success if none failed.
-
-        Args:
-            failures: the reasons of the failed items.
-            num_items: number of items in the batch.
-            of_read: False for a batch of writes.
-        """
+        """Count one failure if all items of a batch failed, one success if none failed."""
         if failures and len(failures) == num_items:
             self._fail(failures[0], of_read=of_read)
         elif not failures:
@@ -558,9 +524,8 @@ class GuardedStore(StoreWrapper):
     async def _keep_watching(self) -> None:
         """Ping the store while an operation takes longer than _LONG_S seconds.
 
-        If the ping fails and nothing else was answered since, the breaker opens at once. Otherwise
-        the first sign of a store that hangs would be an operation's deadline, long after requests
-        have given up.
+        If the ping fails and no other operation was answered, open the breaker at once: deadlines
+        are much longer than requests wait.
         """
         while True:
             await self._slow.wait()
@@ -574,8 +539,8 @@ class GuardedStore(StoreWrapper):
     async def _keep_probing_writes(self) -> None:
         """While the store refuses writes, try to write a value as large as the refused one.
 
-        Callers may stop writing to a store that refuses writes. Without these tries the end of the
-        refusal would not be noticed.
+        Callers may have stopped writing, so their writes alone would not show the end of the
+        refusal.
         """
         while True:
             await self._refused.wait()
@@ -587,13 +552,10 @@ class GuardedStore(StoreWrapper):
                 with suppress(StoreUnavailableError):
                     await self.delete([name])
 
-    # Not guarded: long, and an operator's
+    # Without deadlines: a listing takes long, and only an operator waits for it
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """See `Store.list`.
-
-        There is no deadline: a listing takes long, and only an operator waits.
-        """
+        """Return one page of a listing (see `Store.list`) without a deadline, for operators."""
         return await self._answered(lambda store: store.list(prefix, limit=limit, cursor=cursor))
 
     async def usage(self, prefix: str) -> Usage:
@@ -601,10 +563,7 @@ class GuardedStore(StoreWrapper):
 
 
 class SlotGate:
-    """A fixed number of slots, which waiters get in the order of their requests.
-
-    All waiters can be refused at once. Only `acquire` waits; the rest is synchronous.
-    """
+    """A fixed number of slots, acquired in the order of the calls."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_free = num_slots
@@ -618,7 +577,7 @@ class SlotGate:
         """Wait for a slot; `give_back` releases it.
 
         Raises:
-            TierKVError: the error of a `send_away` during the wait.
+            TierKVError: `send_away` was called with this error during the wait.
         """
         if self._num_free:
             self._num_free -= 1
@@ -644,7 +603,7 @@ class SlotGate:
         self._num_free += 1
 
     def send_away(self, error: TierKVError) -> int:
-        """Make all waiters' `acquire` raise `error`; return the number of waiters."""
+        """Make all waiting calls of `acquire` raise `error`; return their number."""
         turns = [turn for turn in self._queue if not turn.done()]
         self._queue.clear()
         for turn in turns:
@@ -660,9 +619,9 @@ _TRANSITIONS = {
 
 
 class Breaker:
-    """The state of a circuit breaker: open after `failures_to_open` failures without a success.
+    """The state of a circuit breaker, which opens after `failures_to_open` failures in a row.
 
-    It counts only; its owner probes the store and refuses operations. Synchronous.
+    Its owner probes the store, and refuses operations while the breaker is not closed.
     """
 
     def __init__(self, failures_to_open: int, clock: Clock) -> None:
@@ -682,15 +641,15 @@ class Breaker:
 
     @property
     def degraded_s(self) -> float:
-        """The seconds in which the breaker was not closed, in total."""
+        """The total seconds in which the breaker was not closed."""
         now_s = 0.0 if self.is_closed else self._clock.monotonic() - self._opened_at
         return self._was_degraded_s + now_s
 
     def succeed(self, *, of_read: bool = True) -> None:
-        """Count an operation that was answered.
+        """Count an operation that the store has answered.
 
-        An open breaker stays open until a probe is answered. An answered write does not make up for
-        failed reads: a disk that hangs still takes writes into memory.
+        An open breaker stays open until a probe is answered. An answered write does not cancel out
+        failed reads, because a disk that hangs still accepts writes into memory.
         """
         self.num_answers += of_read
         if self.is_closed and (of_read or not self._has_read_failed):
@@ -698,12 +657,12 @@ class Breaker:
             self._has_read_failed = False
 
     def fail(self, reason: str, *, of_read: bool = True, is_sure: bool = False) -> bool:
-        """Count an operation without an answer; return True if that opened the breaker.
+        """Count an operation without an answer; return True if this opened the breaker.
 
         Args:
             reason: the failure, for logs.
             of_read: False for a write.
-            is_sure: True to open the breaker at this failure, whatever the count.
+            is_sure: True to open the breaker now, whatever the count.
         """
         if not self.is_closed:
             return False
@@ -723,7 +682,8 @@ class Breaker:
     def end_probe(self, failure: str | None) -> None:
         """Close the breaker if the probe was answered, else open it again.
 
-        `failure` is the reason why there was no answer, None if there was one.
+        Args:
+            failure: the reason why there was no answer; None if there was one.
         """
         self._num_failures = 0
         self._has_read_failed = False
@@ -748,9 +708,7 @@ class _WrittenSince:
 
 
 class NegativeCache:
-    """Names that the store has just reported as missing.
-
-    Further requests for the same prompt then do not ask the store again.
+    """Names that the store has reported missing lately, so that it is not asked again.
 
     Args:
         ttl_s: seconds for which a name counts as missing.
@@ -769,8 +727,8 @@ class NegativeCache:
     def first(self, names: Sequence[str]) -> int:
         """Return the index of a name that counts as missing; `len(names)` if none is known.
 
-        Two names are looked up, since making the name of a block takes 2 us: the first one, and the
-        one that was missing in an earlier question with the same first name (see `ends`).
+        To save time only two names are tested: the first one, and the one that `ends` has recorded
+        for a question with the same first name.
         """
         if not (names and self._until):
             return len(names)
@@ -781,7 +739,7 @@ class NegativeCache:
         return end if 0 < end < len(names) and self.has(names[end]) else len(names)
 
     def ends(self, begin: str, end: int) -> None:
-        """Record which name a question found missing.
+        """Record which name an earlier question found missing.
 
         Args:
             begin: the first name of the question.
@@ -807,7 +765,7 @@ class NegativeCache:
     def asking(self) -> Iterator[Callable[[str], None]]:
         """Yield a function that records a missing name; ask the store in the body.
 
-        A name that is written during the body is not recorded: the store's answer may be older.
+        A name that is written during the body is not recorded, as the answer may be older.
         """
         since = _WrittenSince()
         self._asked.append(since)
@@ -831,13 +789,13 @@ class NegativeCache:
             self._until.popitem(last=False)
 
     def forget(self, name: str) -> None:
-        """Forget that `name` is missing, since it is being written."""
+        """Remove `name`, which is being written."""
         self._until.pop(name, None)
         for since in self._asked:
             since.written.add(name)
 
     def clear(self) -> None:
-        """Forget all names, since any of them may have been written."""
+        """Remove all names."""
         self._until.clear()
         for since in self._asked:
             since.has_cleared = True
@@ -868,8 +826,8 @@ class _Write:
     def rank(self) -> tuple[bool, float, int]:
         """The order in which waiting writes are dropped, lowest first.
 
-        Tickets (items that replace a value) are dropped last: they are small and a request waits
-        for them. Then the worth counts, then the age: of equal writes the newest is dropped first.
+        Items that replace a value (tickets) are dropped last. Other items are dropped in the order
+        of worth, the lowest first; of equal ones the newest first.
         """
         return (not self.item.keep_existing, self.item.worth, -self.serial)
 
@@ -877,12 +835,12 @@ class _Write:
 class WriteQueue:
     """A queue of writes, and tasks that write them in batches, oldest first.
 
-    The caller's buffers are in use until the outcomes of its items are set.
+    The queue uses the caller's buffers until `put` has returned.
 
     Args:
         write: writes one batch to the store.
-        num_writers: number of tasks, which is the most batches at the store.
-        max_bytes: most bytes of waiting writes.
+        num_writers: number of tasks, which is the largest number of batches under way.
+        max_bytes: largest number of bytes of waiting writes.
         owner: URL of the store, for errors.
     """
 
@@ -910,7 +868,7 @@ class WriteQueue:
     async def running(self) -> AsyncIterator[None]:
         """Write queued items until the body ends.
 
-        At the end waiting writes fail, and batches at the store are waited for.
+        At the end, fail the waiting writes, and wait for batches under way.
         """
         self._came = asyncio.Event()  # of this loop
         writers = {f"tierkv-write-{i}": self._keep_writing() for i in range(self._num_writers)}
@@ -923,11 +881,10 @@ class WriteQueue:
                 self.give_up(f"{self._owner} is closed")
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """Queue `items` and return their outcomes, as `Store.put` does.
+        """Queue `items`, wait until they are written, and return their outcomes.
 
-        If more than `max_bytes` bytes wait, the least valuable writes are dropped, with the outcome
-        FULL. A cancel withdraws waiting writes and is raised when the batches at the store have
-        ended.
+        If more than `max_bytes` bytes wait, the least valuable writes are dropped with the outcome
+        FULL. A cancel withdraws waiting writes; the call raises when batches under way have ended.
         """
         if not self._is_open:
             return [PutOutcome(PutStatus.FAILED, f"{self._owner} is closed")] * len(items)
@@ -952,7 +909,7 @@ class WriteQueue:
         return [write.outcome.result() for write in writes]
 
     def give_up(self, reason: str) -> None:
-        """Fail all waiting writes for `reason`, for example since those at the store are stuck."""
+        """Fail all waiting writes for `reason`."""
         for serial in list(self._waiting):
             self._settle(serial, PutOutcome(PutStatus.FAILED, reason))
 

@@ -57,8 +57,8 @@ class LayeredSettings:
 
     Attributes:
         near_ttl_s: seconds to live of copies in the near store.
-        max_fill_bytes: most bytes of copies that wait to be written to the near store; further
-            copies are not made.
+        max_fill_bytes: largest total size of copies that wait to be written to the near store;
+            beyond it, no copy is made.
     """
 
     near_ttl_s: float = 3600.0
@@ -74,8 +74,9 @@ class LayeredSettings:
 class LayeredStore(StoreWrapper):
     """A `Store` made of a far store and a near one, which has copies of values that never change.
 
-    A value counts as stored when it is in the far store. Values that are replaced (tickets), and
-    `get`, use the far store only. If the near store fails, reads are only slower.
+    A value counts as stored when the far store has it. Only the far store has values that can be
+    replaced (tickets), and `get` reads only there. If the near store fails, reads are slower, but
+    none fails.
     """
 
     def __init__(self, near: Store, far: Store, settings: LayeredSettings) -> None:
@@ -98,7 +99,7 @@ class LayeredStore(StoreWrapper):
     def health(self) -> StoreHealth:
         """The health of the near store, with the clock skew of the far store.
 
-        The far store's breaker is outside, in the GuardedStore around this store.
+        The far store's breaker belongs to the GuardedStore around this store.
         """
         clock_skew_s = self._far.health.clock_skew_s
         return replace(self._near.health, part=self._near.url, clock_skew_s=clock_skew_s)
@@ -192,9 +193,11 @@ class LayeredStore(StoreWrapper):
         return outcomes
 
     async def delete(self, names: Sequence[str]) -> int:
-        """See `Store.delete`.
+        """Remove values from both stores; return how many of them existed.
 
-        If the near store alone does not answer, StoreRefusedError is raised.
+        Raises:
+            StoreUnavailableError: the far store does not answer.
+            StoreRefusedError: only the near store does not answer.
         """
         check_names(names)
         num_there = sum(await self.present([*dict.fromkeys(names)]))  # some are in one store only
@@ -207,11 +210,7 @@ class LayeredStore(StoreWrapper):
         return max(num_there, num_far)
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        """See `Store.forget_damaged`; every answer is True.
-
-        A value may have been copied to the near store since the read, or the other store may have
-        one that was not read.
-        """
+        """Remove damaged copies, and return True for all: the other store may have another copy."""
         check_names(names)
         self._copies.forget(names)
         far = {name for name in names if name in self._came_from_afar}
@@ -229,10 +228,19 @@ class LayeredStore(StoreWrapper):
         return [True] * len(names)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """See `Store.list`: values of the far store, then those that only the near store has.
+        """Return one page of the far store's values, then of those that only the near store has.
 
-        Values that only the near store has can still be read, so an operator who removes what is
-        listed must see them.
+        Values that only the near store has can still be read, so an operator who wants to remove
+        all values must see them.
+
+        Args:
+            prefix: a name, or a name and a colon.
+            limit: largest number of values in the page, approximately; at least 1.
+            cursor: `cursor` of the previous page; None for the first page.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+            BadRequestError: the cursor does not belong to this store, or the limit is below 1.
         """
         check_prefix(prefix)
         check_limit(limit)
@@ -259,7 +267,7 @@ class LayeredStore(StoreWrapper):
 
 
 class NearCopies:
-    """Copies of the far store's values, written to `near` one by one in the background."""
+    """A task that writes copies of the far store's values to the near store, one by one."""
 
     def __init__(self, near: Store, settings: LayeredSettings) -> None:
         self._near = near
@@ -288,17 +296,17 @@ class NearCopies:
     ) -> None:
         """Copy values that were read from the far store, and queue the copies for the near store.
 
-        Returns when the caller's buffers may be used again. Values beyond `max_fill_bytes` are not
-        copied.
+        When this returns, the caller's buffers may be used again. Values beyond `max_fill_bytes`
+        are not copied.
 
         Args:
-            came: items that were read, and the length of each one's value in bytes.
+            came: items that were read, each with the length of its value in bytes.
             damaged: names with a damaged value in the near store, which the copy replaces.
-            num_forgets: the attribute `num_forgets` before the read. If it has changed, values may
-                have been deleted since, and nothing is queued.
+            num_forgets: `self.num_forgets` before the read. If it has changed, values may have been
+                deleted since, and no copy is queued.
 
         Raises:
-            CancelledError: the caller was cancelled; nothing is queued, and no buffer is in use.
+            CancelledError: the caller was cancelled; no copy is queued, and no buffer is in use.
         """
         copied: list[tuple[GetItem, int]] = []
         for item, num_bytes in came:
@@ -327,7 +335,7 @@ class NearCopies:
         self._came.set()
 
     def forget(self, names: Sequence[str]) -> None:
-        """Make no copies of `names` any more, since their values are deleted or replaced.
+        """Drop the copies of `names`, whose values are deleted or replaced.
 
         A copy that is being written is deleted afterwards.
         """
@@ -357,9 +365,9 @@ class NearCopies:
 
 
 class OpensLater(StoreWrapper):
-    """A `Store` that fails all operations until it can be opened; opening is tried every second.
+    """A `Store` that opens another one as soon as that is possible, trying every second.
 
-    A node can thus start while its near store is down.
+    Operations fail until then. A node can thus start while its near store is down.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -368,10 +376,12 @@ class OpensLater(StoreWrapper):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open the store, now or later.
+        """Try to open the store, and run the body even if that failed.
+
+        Opening is then tried every second during the body.
 
         Raises:
-            ConfigError: the store's settings are wrong; no other error is raised at the entry.
+            ConfigError: the store's settings are wrong.
         """
         tried, left = asyncio.Event(), asyncio.Event()
         async with task_group() as tasks:

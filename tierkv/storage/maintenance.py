@@ -46,13 +46,13 @@ IsMeant = Callable[[StoredValue], bool]
 async def values_under(
     store: Store, prefix: str, is_meant: IsMeant = lambda _: True
 ) -> AsyncIterator[StoredValue]:
-    """Yield each value under `prefix`.
+    """Yield each value whose name starts with `prefix`.
 
     A value may be yielded twice if other values are written or removed at the same time.
 
     Args:
         store: the store to list.
-        prefix: prefix of the names, as in `Store.list`.
+        prefix: start of the names, as in `Store.list`.
         is_meant: returns True for the values to yield.
 
     Raises:
@@ -66,10 +66,7 @@ async def values_under(
 async def _pages_under(
     store: Store, prefix: str, is_meant: IsMeant
 ) -> AsyncIterator[Sequence[StoredValue]]:
-    """Yield the chosen values of each page that has any.
-
-    Values may be removed between two pages.
-    """
+    """Yield the chosen values page by page; they may be removed between two pages."""
     cursor: str | None = None
     while True:
         page = await store.list(prefix, limit=_PAGE, cursor=cursor)
@@ -83,12 +80,18 @@ async def _pages_under(
 async def usage_by_group(
     store: Store, prefix: str, is_meant: IsMeant = lambda _: True
 ) -> dict[str, Usage]:
-    """Count values and bytes by the first two fields of names: model and tenant, or tickets.
+    """Count values and bytes by the first two fields of names.
+
+    The second field is the short fingerprint of a block's model and tenant, or the kind of another
+    value, such as a ticket.
 
     Args:
         store: the store to list.
-        prefix: prefix of the names, as in `Store.list`.
+        prefix: start of the names, as in `Store.list`.
         is_meant: returns True for the values to count.
+
+    Returns:
+        Numbers and bytes of values by these two fields, joined by a colon.
 
     Raises:
         StoreUnavailableError: the store does not answer.
@@ -107,13 +110,13 @@ class Verified:
 
     Attributes:
         num_whole: values without a fault.
-        num_keyed: values that only a tenant's key can verify; their headers are right.
-        num_others: values that are no blocks: lists of tails (partial blocks), tickets and the
-            like.
+        num_keyed: values that need a tenant's key for a full check; their headers are correct.
+        num_others: values that are not blocks, such as lists of tails and tickets.
         num_removed: values that were removed before they were read.
-        damaged: names and reasons of damaged values.
-        unread: names and reasons of values that could not be read although the store answers.
-        kept: the reason why damaged values could not be removed, "" if there is none.
+        damaged: names of damaged values, each with the reason.
+        unread: names of values that could not be read although the store answers, each with the
+            reason.
+        kept: the reason why damaged values could not be removed; "" if there is none.
     """
 
     num_whole: int = 0
@@ -133,12 +136,13 @@ async def verify(
     removes_damaged: bool = False,
     on_value: Callable[[], object] = lambda: None,
 ) -> Verified:
-    """Read every block under `prefix`, and check its header against its name and its bytes.
+    """Read every block under `prefix`, and compare its header with its name and its bytes.
 
     Args:
-        store: a store that is not made of several, since only one copy of each value is read.
-        prefix: prefix of the names, as in `Store.list`.
-        key: the deployment's key, for signed and sealed values; None without.
+        store: a store that is not made of several ones, because only one copy of each value is
+            read.
+        prefix: start of the names, as in `Store.list`.
+        key: the deployment's key, for signed and sealed values; None if it is not known.
         removes_damaged: True to remove damaged values at the end.
         on_value: called after each value, for example to show the progress.
 
@@ -223,10 +227,7 @@ class _Identity:
 
 
 def _identity_in(name: str) -> _Identity | None:
-    """Return the block that a name belongs to.
-
-    The result is None if the name is not that of a block, a tail or a list of tails.
-    """
+    """Return the block that a name belongs to; None for names of values such as tickets."""
     fields = name.split(":")
     try:
         digest = bytes.fromhex(fields[_DIGEST_FIELD])
@@ -247,17 +248,7 @@ def _check(
     identity: _Identity,
     codecs: Mapping[int, Callable[[str], Codec]],
 ) -> bool:
-    """Check a value; return True if a key that is not known is needed for a full check.
-
-    Args:
-        name: name of the value.
-        content: all bytes of the value.
-        identity: the block according to the name.
-        codecs: makes the codec of a fingerprint, by the flags in the header.
-
-    Raises:
-        DamagedValueError: the value is damaged.
-    """
+    """Check a value against its name; return True if a full check needs an unknown key."""
     says = read_identity(content)
     if says.key_digest != identity.digest:
         raise DamagedValueError(
@@ -278,16 +269,7 @@ def _check(
 
 
 def _check_without_key(content: bytearray, says: ValueIdentity, flags: int) -> None:
-    """Check a signed or sealed value as far as that is possible without the key.
-
-    Args:
-        content: all bytes of the value.
-        says: the block according to the header.
-        flags: the flags in the header.
-
-    Raises:
-        DamagedValueError: the value is damaged.
-    """
+    """Check a signed or sealed value as far as possible without the key."""
     at = _KEYED_HEADER_BYTES[flags]
     header, payload = memoryview(content)[:at], memoryview(content)[at:]
     check_fields(header, payload.nbytes, says, flags=flags, header_bytes=at)
@@ -309,7 +291,7 @@ async def remove(
 
     Args:
         store: the store to delete from.
-        prefix: prefix of the names, as in `Store.list`.
+        prefix: start of the names, as in `Store.list`.
         so_far: called with the number of removed values after each batch.
         is_meant: returns True for the values to delete.
 
@@ -325,14 +307,14 @@ async def remove(
 
 
 async def remove_all(store: Store, prefix: str, is_meant: IsMeant = lambda _: True) -> int:
-    """Delete the chosen values under `prefix`, and list again until none is found.
+    """Delete the chosen values under `prefix`, and repeat until none is found.
 
-    A server that is late can carry out a write after the writer's connection has ended. Values that
-    another process writes at the same time may be left after _MAX_PASSES passes.
+    A slow server may carry out a write after its writer has disconnected. Values that are written
+    at the same time may be left: there are at most _MAX_PASSES passes.
 
     Args:
         store: the store to delete from.
-        prefix: prefix of the names, as in `Store.list`.
+        prefix: start of the names, as in `Store.list`.
         is_meant: returns True for the values to delete.
 
     Returns:

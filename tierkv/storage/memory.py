@@ -1,4 +1,4 @@
-"""A store in this process's own memory: for one node alone, for tests and for demos."""
+"""A store in this process's own memory, for a single node, tests and demos."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class MemorySettings:
     """The settings of a store in memory.
 
     Attributes:
-        capacity_bytes: most bytes of all values, beyond which writes are answered FULL; None for no
-            limit.
+        capacity_bytes: largest total size of all values, beyond which writes have the outcome FULL;
+            None for no limit.
     """
 
     capacity_bytes: int | None = None
@@ -59,8 +59,7 @@ class _Value:
 class MemoryStore(BaseStore):
     """A `Store` in a dict. Values outlive `running()` but not the object.
 
-    Other coroutines run between two values of a batch, so a large batch does not block the event
-    loop.
+    Other coroutines run between two values of a batch, so a large batch does not block the loop.
     """
 
     def __init__(self, settings: MemorySettings, clock: Clock) -> None:
@@ -118,7 +117,6 @@ class MemoryStore(BaseStore):
         return outcomes
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        """See `Store.get`."""
         check_name(name)
         self._check_open()
         value = self._live(name)
@@ -148,7 +146,6 @@ class MemoryStore(BaseStore):
         return deleted
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """See `Store.touch`."""
         check_names(names)
         check_ttl(ttl_s)
         self._check_open()
@@ -160,7 +157,6 @@ class MemoryStore(BaseStore):
         return touched
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """See `Store.list`."""
         check_prefix(prefix)
         check_limit(limit)
         if cursor is not None and not cursor.startswith(prefix):
@@ -189,10 +185,7 @@ class MemoryStore(BaseStore):
         return self._live_at(name, self._clock.wall())
 
     def _live_at(self, name: str, now: float) -> _Value | None:
-        """Return the value called `name` if it has not expired at `now`, in Unix seconds.
-
-        An expired value is removed.
-        """
+        """Return the value called `name`; None, removing the value, if it has expired at `now`."""
         value = self._values.get(name)
         if value is None or value.expires_at is None or value.expires_at > now:
             return value

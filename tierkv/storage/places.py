@@ -51,9 +51,9 @@ _LATE_S = 0.2
 
 
 async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
-    """Call `attach` when a node starts; repeat it for _START_S seconds if the store is too slow.
+    """Call `attach` when a node starts, and repeat it for _START_S seconds if the store is slow.
 
-    A store that refuses within _LATE_S seconds is not tried again.
+    An error within _LATE_S seconds counts as a refusal, which is not repeated.
 
     Raises:
         StoreUnavailableError: the store refuses, or has not answered in time.
@@ -70,7 +70,7 @@ async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
 
 
 class _NoStore(StoreWrapper):
-    """A stand-in while no store is attached: operations fail, or raise StoreUnavailableError."""
+    """The store used while none is attached: every operation fails."""
 
     url = "none"
     capabilities = Capabilities(is_shared=False, is_durable=False)
@@ -93,10 +93,10 @@ class _NoStore(StoreWrapper):
 
 
 class _Attached:
-    """A store, and the task that keeps it open until it is detached and no operation uses it.
+    """A store, kept open by a task until the store is detached and no operation uses it.
 
     Attributes:
-        error: the reason why the store could not be opened.
+        error: the reason why the store could not be opened; None if it was.
     """
 
     def __init__(self, store: Store) -> None:
@@ -122,10 +122,7 @@ class _Attached:
             self._is_idle.set()
 
     async def keep(self) -> None:
-        """Open the store; return when it has been closed, or could not be opened.
-
-        If the store could not be opened, `error` then holds the reason.
-        """
+        """Open the store; return when it is closed again or could not be opened (see `error`)."""
         try:
             async with supervised({"tierkv-open-store": self._keep_open}):
                 await self.is_detached.wait()
@@ -139,11 +136,7 @@ class _Attached:
             self.is_left.set()
 
     async def _keep_open(self) -> None:
-        """Keep the store open until it is detached and no operation uses it.
-
-        An error of a store in use is raised; the caller then opens the store again, so a failing
-        store does not end the service.
-        """
+        """Keep the store open until it is detached and unused; raise if it fails while in use."""
         try:
             async with self.store.running(), self.notifier.running():
                 self._is_open = True
@@ -169,16 +162,20 @@ def _failed(store: Store, error: Exception) -> StoreUnavailableError:
 
 
 class Places:
-    """A `Store` that passes each name to one of several attached stores, asked in parallel.
+    """A `Store` that passes each name to one of several attached stores, which work in parallel.
 
     The first two fields of a name, `prefix:fingerprint`, are its route. A name goes to the store
-    that is attached for its route (a tenant's), otherwise to the common store, which has the route
-    "". Without any store operations are FAILED or raise StoreUnavailableError. An operation ends on
-    the store that it began on, even if that store is detached then.
+    attached for its route (a tenant's), if there is one, otherwise to the common store, which has
+    the route "". Without a store every operation fails. An operation ends on the store on which it
+    began, even if that store is detached in the meantime.
     """
 
     def __init__(self, store: Store | None = None) -> None:
-        """Set the common store, which is attached when `running()` is entered."""
+        """Create an object without attached stores.
+
+        Args:
+            store: the common store, which `running()` attaches; None for none.
+        """
         self._first = store
         self._nothing = self._common = _Attached(_NoStore())
         self._own: dict[str, _Attached] = {}  # by route
@@ -189,7 +186,7 @@ class Places:
     async def running(self) -> AsyncIterator[None]:
         """Attach the common store; at the end detach all stores, and let operations under way end.
 
-        Entering raises all errors of the common store's `running()`.
+        Errors of the common store's `running()` are raised before the body.
         """
         async with task_group() as tasks:
             self._tasks = tasks
@@ -209,19 +206,19 @@ class Places:
         return {route: one.store for route, one in every.items() if one is not self._nothing}
 
     async def attach(self, store: Store, route: str = "") -> None:
-        """Open `store` and use it for the names of a route from then on.
+        """Open `store`, and use it for the names of a route from now on.
 
-        The store attached there before is detached. If `store` itself is still closing after it was
-        detached, its end is waited for. Errors of `store.running()` are raised, too; after any
-        error the earlier store stays attached.
+        The store attached there before is detached. After any error, those of `store.running()`
+        included, it stays attached. If `store` was detached and is still closing, wait for that
+        first.
 
         Args:
             store: the store to open.
             route: `prefix:fingerprint`, or "" for the common store.
 
         Raises:
-            ConfigError: the store is attached for another route.
-            StoreUnavailableError: `running()` was not entered, or was left.
+            ConfigError: `store` is attached for another route.
+            StoreUnavailableError: the call is outside `running()`.
         """
         while (known := self._known.get(store)) is not None:
             if known is (self._own.get(route) if route else self._common):
@@ -255,7 +252,8 @@ class Places:
     def detach(self, route: str = "") -> Store | None:
         """Stop using the store of `route`, and return it; None if there is none.
 
-        Operations under way end on that store. Names of a tenant then go to the common store.
+        Operations under way end on that store. Later ones for a tenant's route use the common
+        store.
         """
         attached = self._own.pop(route, self._nothing) if route else self._common
         if not route:
@@ -286,23 +284,23 @@ class Places:
         return self._common.store.health
 
     def now(self) -> float:
-        """Return the time of the common store, which holds the tickets."""
+        """Return the time of the common store, which has the tickets."""
         return self._common.store.now()
 
     def notifier(self) -> Notifier:
-        """Return the notifier of the common store, which holds the tickets.
+        """Return the notifier of the common store, which has the tickets.
 
-        If that store is detached, its listeners receive no more messages and have to poll.
+        If that store is detached, present listeners receive no more messages and have to poll.
         """
         return _NotifierOfCommon(lambda: self._common.notifier)
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
-        """Pass the pools to the stores that are attached now."""
+        """Announce memory (see `Store.use_memory`) to the stores that are attached now."""
         for one in self._places:
             one.store.use_memory(pools)
 
     def when_back(self, call: Callable[[], None]) -> None:
-        """Pass the callback to the stores that are attached now."""
+        """Register `call` (see `Store.when_back`) with the stores that are attached now."""
         for one in self._places:
             one.store.when_back(call)
 
@@ -339,7 +337,6 @@ class Places:
         return _joined(await self._answers(items, lambda store, some: store.get_into(some)))
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        """See `Store.get`."""
         with self._place_of(name) as store:
             return await store.get(name, max_bytes=max_bytes)
 
@@ -359,14 +356,23 @@ class Places:
         )
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """See `Store.touch`."""
         answers = await self._answers(
             check_names(names), lambda store, some: store.touch(some, ttl_s=ttl_s)
         )
         return sum(count for _, count in answers)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """See `Store.list`; the stores are listed one after the other."""
+        """Return one page of the values whose names start with `prefix`, store by store.
+
+        Args:
+            prefix: a name, or a name and a colon.
+            limit: largest number of values in the page, approximately; at least 1.
+            cursor: `cursor` of the previous page; None for the first page.
+
+        Raises:
+            StoreUnavailableError: a store does not answer.
+            BadRequestError: the cursor does not belong to this store, or the limit is below 1.
+        """
         index, _, inner = ("0", "", "") if cursor is None else cursor.partition("/")
         places = self._places
         if not (index.isascii() and index.isdecimal() and int(index) < len(places)):
@@ -398,17 +404,9 @@ class Places:
         asked: Sequence[Asked],
         ask: Callable[[Store, Sequence[Asked]], Awaitable[T]],
     ) -> Sequence[tuple[Sequence[int], T]]:
-        """Ask all stores at the same time, each about its own names or items.
+        """Ask each store about its own names or items, all at the same time.
 
-        Args:
-            asked: the names or items.
-            ask: asks one store about some of them.
-
-        Returns:
-            For each store the indexes of its items in `asked`, and its answer.
-
-        Raises:
-            TierKVError: an error of one store, when all stores have been asked.
+        Return, for each store, the indexes of these items in `asked` and the store's answer.
         """
         groups: dict[_Attached, list[int]] = {}
         for index, one in enumerate(asked):
@@ -435,16 +433,13 @@ class Places:
 
 
 def _joined(answers: Sequence[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
-    """Return the items' answers in the order of the items; `answers` is made by `_answers`."""
+    """Return what `_answers` returned, one answer per item, in the order of the items."""
     by_index = {i: one for at, some in answers for i, one in zip(at, some, strict=True)}
     return [by_index[i] for i in range(len(by_index))]
 
 
 class _NotifierOfCommon:
-    """The `Notifier` of `Places`, which passes calls to the notifier of the common store.
-
-    Each store's notifier runs for as long as the store is attached.
-    """
+    """The `Notifier` of `Places`: it passes calls to the notifier of the present common store."""
 
     def __init__(self, current: Callable[[], Notifier]) -> None:
         self._current = current
@@ -454,7 +449,6 @@ class _NotifierOfCommon:
         yield
 
     def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> Coroutine[None, None, None]:
-        """See `Notifier.notify`."""
         return self._current().notify(topic, message)
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:

@@ -1,8 +1,8 @@
-"""The protocol of stores: opaque bytes, each value under a name, read and written in batches.
+"""The protocol of stores: bytes under names, read and written in batches.
 
 Each item of a batch has an outcome of its own, in the order of the items. A `Notifier` sends hints
-between the users of one store: "the value of this name is new". A store knows nothing of blocks,
-layouts or checksums; `transfer.storage_io` turns blocks into values.
+between the users of one store that a value is new. A store knows nothing of blocks, layouts or
+checksums; `transfer.storage_io` turns blocks into values.
 """
 
 from __future__ import annotations
@@ -31,20 +31,17 @@ _MAX_WAITING = 64
 
 
 def check_message(message: str) -> str:
-    """Return `message`, which must have at most 32 letters and digits.
-
-    Every kind of notifier can send such a message.
-    """
+    """Return `message`, after asserting that it has at most 32 letters and digits."""
     assert _MESSAGE.fullmatch(message), "a message has up to 32 letters and digits"
     return message
 
 
 class Listener:
-    """The messages that one waiter receives about one topic, the name of a value.
+    """The queue of one waiter for messages about one topic, the name of a value.
 
     Attributes:
-        is_live: True while messages arrive when they are sent. While False none arrive, and the
-            waiter has to read the store from time to time.
+        is_live: True while messages are delivered as they are sent. While it is False no message
+            arrives, so the waiter has to read the store from time to time.
     """
 
     def __init__(self) -> None:
@@ -69,7 +66,7 @@ class Listener:
 
 
 class Notifier(Protocol):
-    """Hints between the users of one store that a value is new; a topic is the name of a value.
+    """Hints between the users of one store that a value is new. A topic is the name of a value.
 
     A message may be lost, arrive twice, or arrive late. A listener therefore reads the store first,
     again after each message, and from time to time without a message.
@@ -78,14 +75,14 @@ class Notifier(Protocol):
     def running(self) -> AbstractAsyncContextManager[None]:
         """Return a context manager in which messages are sent and received.
 
-        Enter it while the store itself is running. Failures to send or receive a hint are never
+        Enter it while the store itself is running. Failures to send or receive a message are not
         raised.
         """
 
     async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
         """Send `message` to the listeners of `topic`.
 
-        Never fails, and takes about as long as one question to the store.
+        A failure is not raised. Sending takes about as long as one question to the store.
 
         Args:
             topic: name of a value.
@@ -95,7 +92,7 @@ class Notifier(Protocol):
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
         """Return a context manager that yields a `Listener` of `topic`.
 
-        Messages sent while the listener's `is_live` is False are lost. When `is_live` turns True
+        Messages sent while the listener's `is_live` is False are lost. When `is_live` becomes True,
         the listener receives EMPTY_MESSAGE, "read the store".
         """
 
@@ -116,11 +113,12 @@ class Topics:
 
     @contextmanager
     def listening(self, topic: str, *, is_live: bool) -> Iterator[Listener]:
-        """Yield a listener of a topic for the time of the body.
+        """Yield a listener of a topic that receives messages until the body ends.
 
         Args:
-            topic: Name of the topic.
-            is_live: True if messages of the topic arrive now; False if the listener has to poll.
+            topic: name of the topic.
+            is_live: True if messages about the topic arrive now; False if the listener has to read
+                the store from time to time.
         """
         listener = Listener()
         listener.is_live = is_live
@@ -138,11 +136,11 @@ class Topics:
     def hear(self, topic: str, message: str) -> None:
         """Pass a received message to the listeners of its topic.
 
-        Text that is no message of tierkv is passed as EMPTY_MESSAGE, "read the store".
+        Text that is not a message of tierkv is passed as EMPTY_MESSAGE, "read the store".
 
         Args:
             topic: name of the topic.
-            message: the received text, perhaps from a writer outside tierkv.
+            message: the received text, which a writer outside tierkv may have sent.
         """
         if not _MESSAGE.fullmatch(message):
             message = EMPTY_MESSAGE
@@ -150,14 +148,14 @@ class Topics:
             listener.hear(message)
 
     def turn(self, topic: str, *, is_live: bool) -> None:
-        """Set `is_live` of a topic's listeners.
+        """Set `is_live` of a topic's listeners, and tell them to read the store.
 
-        The listeners also receive EMPTY_MESSAGE, "read the store", since messages may have been
-        lost before.
+        Each listener receives EMPTY_MESSAGE, because messages may have been lost before.
 
         Args:
             topic: name of the topic.
-            is_live: True if messages arrive from now on; False if listeners have to poll.
+            is_live: True if messages arrive from now on; False if listeners have to read the store
+                from time to time.
         """
         for listener in self._listeners.get(topic, ()):
             listener.is_live = is_live
@@ -169,14 +167,14 @@ class Topics:
 
 
 class Polling:
-    """The `Notifier` of a store that cannot send messages: listeners have to poll."""
+    """A `Notifier` that sends no messages, for stores that cannot: listeners have to poll."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         yield
 
     async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
-        """See `Notifier.notify`; nothing is sent."""
+        """Send nothing."""
 
     @contextmanager
     def listen(self, topic: str) -> Iterator[Listener]:  # noqa: ARG002 - the protocol's
@@ -194,7 +192,7 @@ class Hub:
         yield
 
     async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
-        """See `Notifier.notify`; only listeners of this process receive the message."""
+        """Pass the message to the listeners in this process."""
         self.topics.hear(topic, check_message(message))
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
@@ -231,10 +229,7 @@ def check_name(name: str) -> str:
 
 
 class CheckedNames(tuple[str, ...]):
-    """Names that `check_names` has accepted.
-
-    A store that wraps another need not check them again.
-    """
+    """Names that `check_names` has accepted, so that no other store checks them again."""
 
     __slots__ = ()
 
@@ -242,8 +237,8 @@ class CheckedNames(tuple[str, ...]):
 def check_names(names: Sequence[str]) -> CheckedNames | NameRun:
     """Return `names` if stores accept all of them.
 
-    The names of a `NameRun` (blocks of a prompt in a row) differ only in the hex digests of their
-    blocks, so one of them is checked.
+    The names of a `NameRun` (a prompt's blocks) differ only in the blocks' hex digests, so only one
+    of them is checked.
 
     Raises:
         BadRequestError: stores do not accept one of the names.
@@ -255,7 +250,7 @@ def check_names(names: Sequence[str]) -> CheckedNames | NameRun:
             check_name(names[0])
             names.is_checked = True
         return names
-    # A thousand names take 0.25 ms, and 0.45 ms one after the other.
+    # A thousand names take 0.25 ms together, and 0.45 ms one by one.
     if not all(map(_NAME.fullmatch, names)) or ".." in "\n".join(names):
         for name in names:
             check_name(name)
@@ -263,7 +258,7 @@ def check_names(names: Sequence[str]) -> CheckedNames | NameRun:
 
 
 def check_limit(limit: int) -> None:
-    """Check `limit`, the number of values that one page of a listing may have.
+    """Check the largest number of values in one page of a listing.
 
     Raises:
         BadRequestError: `limit` is below 1.
@@ -273,7 +268,7 @@ def check_limit(limit: int) -> None:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return `prefix` if it is a name, or a name and a colon.
+    """Return `prefix` if it is a valid name, or one followed by a colon.
 
     Raises:
         BadRequestError: the prefix is neither.
@@ -297,22 +292,22 @@ def check_ttl(ttl_s: float) -> None:
 class GetStatus(Enum):
     HIT = "hit"  # every byte of the value is in the caller's buffers, from their start on
     MISS = "miss"  # no such value
-    DAMAGED = "damaged"  # there is one, but it has no room, or it fails its checksum
+    DAMAGED = "damaged"  # the value is longer than the buffers, or fails its checksum
     FAILED = "failed"  # the store did not answer, or not in time
 
 
 class PutStatus(Enum):
     STORED = "stored"  # durable as far as this store promises durability
-    EXISTED = "existed"  # there was a value already; it was left as it was
+    EXISTED = "existed"  # there was a value already, which is unchanged
     FULL = "full"  # the store takes no writes now (no room, a replica ...): do not retry soon
     FAILED = "failed"  # the store did not answer, or not in time; it may or may not have stored
 
 
 class Digest(Protocol):
-    """A running checksum of one value: `update` receives all of its bytes in order, piece by piece.
+    """A checksum under way: `update` receives all bytes of a value in order, piece by piece.
 
-    A store calls `update` on the event loop or in a thread, as the bytes arrive. The call must be
-    fast: at most 20 us for 256 KiB.
+    A store calls `update` on the event loop or in a thread, as the bytes arrive. One call must take
+    at most 20 us for 256 KiB.
     """
 
     def update(self, piece: memoryview, /) -> object: ...
@@ -323,10 +318,10 @@ class GetItem:
     """A value to read: its name, and the buffers to fill in order.
 
     Attributes:
-        into: writable, C-contiguous buffers; a value that is longer than all of them together is
-            DAMAGED.
-        digest: makes a `Digest`. A store may give the value's bytes to it as they arrive, while
-            they are in the processor's cache; the reader then need not read them again.
+        into: writable, C-contiguous buffers. A value longer than all of them together has the
+            outcome DAMAGED.
+        digest: makes a `Digest`, or None if there should be none. A store may pass the value's
+            bytes to it as they arrive, so that the caller need not read them again.
 
     Raises:
         BadRequestError: stores do not accept the name.
@@ -339,8 +334,8 @@ class GetItem:
     def __post_init__(self) -> None:
         check_name(self.name)
         for view in self.into:
-            assert view.c_contiguous, "a value lands in plain memory"
-            assert not view.readonly, "a value lands in writable memory"
+            assert view.c_contiguous, "a value is read into contiguous memory"
+            assert not view.readonly, "a value is read into writable memory"
 
     @property
     def room_bytes(self) -> int:
@@ -352,11 +347,11 @@ class GetOutcome:
     """The outcome of one read.
 
     Attributes:
-        reason: one sentence for the log; empty for HIT and MISS.
-        num_bytes: the length of a HIT's value; bytes behind it in `into` mean nothing.
-        digest: the object that the item's `digest` made, if it has received all bytes of a HIT's
-            value; else None.
-        is_direct: True for a HIT from another node's memory, not from a store.
+        reason: a sentence for the log; empty for HIT and MISS.
+        num_bytes: length of the value, for HIT. Bytes of `into` beyond it are undefined.
+        digest: the object that `GetItem.digest` made, if it received all bytes of a HIT's value;
+            otherwise None.
+        is_direct: True if the value was read from another node's memory, not from a store.
     """
 
     status: GetStatus
@@ -381,19 +376,18 @@ def too_long(item: GetItem, num_bytes: int) -> GetOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PutItem:
-    """A value to write: the bytes of `parts`, one part after the other. No bytes are a value, too.
+    """A value to write: the bytes of `parts`, joined. A value may be empty.
 
     Attributes:
         ttl_s: seconds to live; None for as long as the store keeps the value.
-        keep_existing: True leaves a value that exists, for names whose value is always the same
-            (blocks). False replaces the value atomically (tickets).
-        only_new: True leaves a value that exists, even if it differs: the first value of a name
-            stays.
-        worth: what the value is worth to later requests. While writes wait for a slow store, those
-            worth least are dropped first.
-        complete: fills in bytes of the parts that are not known before, such as a checksum. The
-            store calls it, or `completed`, right before sending: maybe more than once, and from
-            several threads.
+        keep_existing: True to leave an existing value, for names whose value is always the same
+            (blocks). False to replace it atomically (tickets).
+        only_new: True to leave an existing value even if it differs, so that the first value stays.
+        worth: worth of the value to later requests. While writes wait for a slow store, those worth
+            least are dropped first.
+        complete: fills in bytes of `parts` that are not known before, such as a checksum. The store
+            calls it immediately before sending, maybe more than once and from several threads. None
+            if all bytes are known.
 
     Raises:
         BadRequestError: stores do not accept the name, or ttl_s is not above 0 and at most ten
@@ -411,7 +405,7 @@ class PutItem:
     def __post_init__(self) -> None:
         check_name(self.name)
         for part in self.parts:
-            assert memoryview(part).c_contiguous, "a value is made of plain memory"
+            assert memoryview(part).c_contiguous, "a value is written from contiguous memory"
         if self.ttl_s is not None:
             check_ttl(self.ttl_s)
 
@@ -420,7 +414,7 @@ class PutItem:
         return sum(memoryview(part).nbytes for part in self.parts)
 
     def completed(self) -> tuple[Buffer, ...]:
-        """Call `complete`, if there is one, and return the parts."""
+        """Call `complete`, if set, and return `parts`."""
         if self.complete is not None:
             self.complete()
         return self.parts
@@ -435,8 +429,9 @@ class PutOutcome:
     """The outcome of one write.
 
     Attributes:
-        accepts_others: True for a FULL that concerns this value only, such as one larger than the
-            store: other values can be written.
+        reason: a sentence for the log; empty if the write succeeded.
+        accepts_others: True for a FULL that concerns only this value, for example one that is
+            larger than the store; other values can be written.
     """
 
     status: PutStatus
@@ -446,7 +441,7 @@ class PutOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A value as a listing shows it.
+    """A value in a listing.
 
     Attributes:
         expires_at: Unix seconds of this machine's clock; None if the value has no time to live.
@@ -477,19 +472,19 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The abilities of a store, on which its callers' decisions depend.
+    """The abilities of a store that its callers take into account.
 
     Attributes:
         is_shared: other processes see the same values.
         is_durable: values outlive the process.
-        has_ttl: values expire; if False, `ttl_s` has no effect, and values stay until the store or
-            its owner removes them: for room (Mooncake), or by a bucket's lifecycle rule.
+        has_ttl: values expire after `ttl_s`. If False, values stay until the store removes them for
+            room (Mooncake), or its owner does, for example by a bucket's lifecycle rule.
         has_listing: `list` and `usage` work; if False, they raise StoreUnavailableError.
-        has_cheap_questions: asking whether a value exists costs less than reading it; if False, a
-            lookup reads the values.
-        sends_from_loop: the event loop sends values and completes each (PutItem.complete) right
-            before. If False, threads send, and other threads had better complete the next values at
-            the same time: with Mooncake and 16 cores put had 0.67 of its client's rate when the
+        has_cheap_questions: asking if a value exists costs less than reading it; if False, a lookup
+            reads the values.
+        sends_from_loop: the event loop sends values and calls `PutItem.complete` of each one just
+            before. If False, threads send, and other threads should complete the next values
+            meanwhile: with Mooncake and 16 cores, put reached 0.67 of its client's rate when the
             same threads did both.
     """
 
@@ -514,24 +509,26 @@ class BreakerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """The health of a store, for metrics and readiness.
+    """The health of a store, for metrics and readiness. Counts are totals unless stated otherwise.
 
     Attributes:
         circuit: state of the breaker; None, with counts of 0, for a store without a breaker.
-        part: for a store made of several, the URL of the one that the circuit belongs to; "" if the
-            circuit is the store's own.
+        part: of a store made of several stores, the URL of the one that `circuit` belongs to; "" if
+            the breaker is the store's own.
         num_opened: number of times that the breaker opened.
-        reason: the reason why the breaker opened last.
-        degraded_s: seconds in which the breaker was not closed, in total.
-        write_refusal: the reason why the store takes no writes, in its own words; "" if it does.
+        reason: why the breaker opened last.
+        degraded_s: total seconds in which the breaker was not closed.
+        write_refusal: the store's reason for refusing writes, in its own words; "" if it accepts
+            them.
         clock_skew_s: seconds that this machine's clock is ahead of the store's; None if the store
-            does not show its time.
+            does not report its time.
         num_retries: operations that were tried a second time.
-        num_refused: operations that failed at once: the breaker was open, too many operations
-            waited, or all writes were stuck.
-        num_dropped_writes: writes that were dropped, since too many bytes waited.
-        waiting_write_bytes: bytes of the writes that wait now.
-        negative_hits: names that were reported missing from memory, without asking the store.
+        num_refused: operations that failed at once: the breaker was open, too many operations were
+            waiting, or all writes were stuck.
+        num_dropped_writes: writes that were dropped because too many bytes were waiting.
+        waiting_write_bytes: bytes of the writes that are waiting now.
+        negative_hits: names that were reported missing without asking the store, because it had
+            just reported them missing.
     """
 
     circuit: BreakerState | None = None
@@ -549,19 +546,18 @@ class StoreHealth:
 
 
 class Store(Protocol):
-    """Named values. Safe for concurrent use from one event loop; never blocks that loop.
+    """Values under names. Safe for concurrent use from one event loop, which is never blocked.
 
-    A method with items reports a fault of the store as the outcome of each item (FAILED, with a
-    reason); a method without items raises StoreUnavailableError. Wrong use (a bad name) raises
-    BadRequestError before the store is asked. Every reader sees a value whole or not at all, at
-    every moment. Before `running()` is entered and after it is left all operations fail in the same
-    way. Leaving `running()` waits until operations under way have ended, in success or failure.
+    A method that takes items reports a fault of the store in the outcome of each item (FAILED, with
+    a reason); other methods raise StoreUnavailableError. A wrong argument, such as an invalid name,
+    raises BadRequestError before the store is asked. Operations outside `running()` fail as if the
+    store did not answer. The end of `running()` waits for operations under way.
 
-    If several values of one name are put at the same time or in one batch, one is kept whole.
+    A reader sees a value whole or not at all, at every moment. If several values of one name are
+    put at the same time or in one batch, one of them is kept whole.
 
-    Cancelling a wait never corrupts a later answer. The caller's buffers may still be written
-    (get_into) or read (put) until the coroutine has ended; after a cancel it ends only when the
-    store no longer touches them.
+    Cancelling an operation does not disturb others. The store uses the caller's buffers until the
+    coroutine has ended, also after a cancel.
     """
 
     @property
@@ -577,25 +573,27 @@ class Store(Protocol):
     def now(self) -> float:
         """Return the store's time in Unix seconds; this machine's if the store has no clock.
 
-        Times that other users of the store will read, such as the expiry of a ticket, are made and
-        compared with this clock.
+        Use this clock for times that other users of the store read, such as a ticket's expiry.
         """
 
     def notifier(self) -> Notifier:
         """Return an object that exchanges hints about new values with other users of the store."""
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
-        """Announce the memory that most buffers of reads and writes lie in.
+        """Announce the memory in which most buffers of reads and writes lie.
 
-        Call it before `running()` is entered. A store with RDMA registers this memory with the
-        network card; other stores ignore it. The memory must stay in place until `running()` is
-        left.
+        Call this before `running()` is entered. A store with RDMA registers the memory with the
+        network card; other stores ignore the call. The memory must not be freed until `running()`
+        is left.
+
+        Args:
+            pools: the memory, one view per range.
         """
 
     def when_back(self, call: Callable[[], None]) -> None:
         """Register `call`, which is called whenever the store answers again after a failure.
 
-        The store may have lost values by then. The same callable given twice is called once.
+        The store may have lost values by then. Registering the same callable again has no effect.
         """
 
     def running(self) -> AbstractAsyncContextManager[None]:
@@ -604,7 +602,7 @@ class Store(Protocol):
         Entering it checks that the store can be reached.
 
         Raises:
-            StoreUnavailableError: the store cannot be used; the message is one sentence that says
+            StoreUnavailableError: the store cannot be used; the message is a sentence that says
                 why.
             ConfigError: a setting is wrong.
         """
@@ -624,27 +622,27 @@ class Store(Protocol):
         """
 
     async def present(self, names: Sequence[str]) -> list[bool]:
-        """Return for each of `names` True if it has a value.
+        """Return for each of `names` True if there is a value.
 
         Raises:
             StoreUnavailableError: the store does not answer.
         """
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        """Read each value into the buffers of its item; the outcomes have the lengths.
+        """Read each value into the buffers of its item; return one outcome per item.
 
-        With any status but HIT the buffers hold undefined bytes.
+        The buffers of an item have undefined content unless its status is HIT.
         """
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        """Return one small value (a ticket), None if there is none.
+        """Return one small value, such as a ticket; None if there is none.
 
         Args:
             name: name of the value.
-            max_bytes: longest accepted value.
+            max_bytes: largest length that is accepted.
 
         Raises:
-            StoreCorruptError: the value is longer.
+            StoreCorruptError: the value is longer than `max_bytes`.
             StoreUnavailableError: the store does not answer.
         """
 
@@ -652,7 +650,7 @@ class Store(Protocol):
         """Store each value, whole or not at all; return one outcome per item."""
 
     async def delete(self, names: Sequence[str]) -> int:
-        """Remove values; return the number of those that existed.
+        """Remove values; return how many of them existed.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -662,44 +660,43 @@ class Store(Protocol):
         """Remove the damaged copies that the last reads of `names` returned.
 
         Returns:
-            For each name True if there may be another copy, in another one of the stores that this
-                store consists of.
+            For each name, True if another of the stores that this one is made of may have a copy.
 
         Raises:
             StoreUnavailableError: the store does not answer; some copies may be left.
         """
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """Let values live for `ttl_s` seconds from now; return the number of those that existed.
+        """Let values live for `ttl_s` seconds from now; return how many of them existed.
 
-        A value without expiry gets one.
+        A value that never expired then expires, too.
 
         Args:
             names: names of the values.
-            ttl_s: seconds from now that the values live.
+            ttl_s: seconds to live from now on.
 
         Raises:
             StoreUnavailableError: the store does not answer.
         """
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """Return one page of the values with names that start with `prefix`, in no order.
+        """Return one page of the values whose names start with `prefix`, in no particular order.
 
-        A value that exists during the whole listing is listed. A value can be listed twice when
-        other values are written or removed during the listing.
+        A value that exists during the whole listing is listed at least once. A value may be listed
+        twice if other values are written or removed during the listing.
 
         Args:
             prefix: a name, or a name and a colon.
-            limit: about the most values of a page.
-            cursor: cursor of the page before, None for the first page.
+            limit: largest number of values in the page, approximately; at least 1.
+            cursor: `cursor` of the previous page; None for the first page.
 
         Raises:
             StoreUnavailableError: the store does not answer.
-            BadRequestError: the cursor is not one of this store, or the limit is below 1.
+            BadRequestError: the cursor does not belong to this store, or the limit is below 1.
         """
 
     async def usage(self, prefix: str) -> Usage:
-        """Return the number and total bytes of the values under `prefix`, by listing them all.
+        """Return the number and total bytes of the values under `prefix`, by listing all of them.
 
         Raises:
             StoreUnavailableError: the store does not answer.
