@@ -743,10 +743,7 @@ class Copies:
         return True
 
     def _begin_flush(self, node: TreeNode, first: int, stop: int, generation: int) -> Flush:
-        """Prepare the write to storage of blocks that are on the host.
-
-        Pass the result to `_end_flush`.
-        """
+        """Prepare the write to storage of blocks that are on the host, for `_end_flush`."""
         # A block is useless without the blocks before it: with equal hits the first is worth most.
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
         slots = self._index.slots(Tier.HOST, node, first, stop)

@@ -1,4 +1,4 @@
-"""Fetch the rest of a prompt from storage to the host before its request is admitted."""
+"""Fetches of the blocks of a prompt from storage to the host, before its request is admitted."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tierkv.tasks import task_group
 from tierkv.transfer.storage_io import SharedTail, StorageIO
 
 NO_ROOM = GetOutcome(GetStatus.MISS, "the host tier has no room")
-NOT_IN_STORAGE = GetOutcome(GetStatus.MISS, "not in storage")  # which has said so in time
+NOT_IN_STORAGE = GetOutcome(GetStatus.MISS, "not in storage")
 
 
 class Source(Protocol):
-    """A source of blocks beyond the local match, such as `StorageIO`."""
+    """A place from which blocks can be fetched, such as `StorageIO` or another node's memory."""
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
         """Return the number of leading `keys` that the source has."""
@@ -45,7 +45,7 @@ class Source(Protocol):
 
         Args:
             keys: the stored keys of the blocks.
-            slot_ids: host slots to write, [len(keys)]; in use until the call has returned.
+            slot_ids: host slots to write, int32 [len(keys)]; in use until the call has returned.
 
         Returns:
             One outcome for each key; the slot has the block if the outcome is HIT.
@@ -57,12 +57,11 @@ class Landed:
     """The progress of a fetch.
 
     Attributes:
-        lease: the full blocks of the prompt that are cached here by now, protected from eviction.
-        tail: the prompt's partial last block, if it is cached here by now.
-        num_tokens: number of tokens in these blocks that came from storage.
-        direct: tokens of the prompt that came from another node's memory.
-        problem: the reason why the fetch stopped early; None while it goes on, or if all blocks
-            came.
+        lease: protects the full blocks of the prompt that are cached by now from eviction.
+        tail: the prompt's partial last block, if it is cached by now.
+        num_tokens: number of tokens that this fetch has brought.
+        direct: ranges of the prompt's tokens that came from another node's memory.
+        problem: the reason why the fetch stopped early; None while it runs, or if all blocks came.
     """
 
     lease: Lease
@@ -79,7 +78,7 @@ class _Group:
     Attributes:
         keys: stored keys of the blocks.
         slots: host slots that are written, int32 [len(keys)].
-        space: space of the prompt.
+        space: space (part of the index) of the prompt.
         kept: mask of the slots that the index has accepted, bool [len(keys)].
         has_ended: True once all other slots are free again.
     """
@@ -95,7 +94,7 @@ class _Group:
 
 
 class FetchGroups:
-    """Fetches of consecutive blocks from a source into host slots, in groups.
+    """Fetches consecutive blocks from a source into host slots, in groups.
 
     Args:
         tiers: the tiers to fetch into.
@@ -109,15 +108,15 @@ class FetchGroups:
         self._reserved: Counter[str] = Counter()  # slots that are not in the index yet, by space
 
     async def acquire(self, count: int, space: Space) -> Ids | None:
-        """Acquire host slots, waiting for copies under way that will free some.
+        """Acquire host slots; wait while there are none but running copies will free some.
 
         Args:
-            count: most slots to acquire, at least 1.
-            space: the tenant's space (its part of the index) with the quota in which the slots
-                count until `settled` is called for them.
+            count: upper limit of the number of slots, at least 1.
+            space: the tenant's part of the index. The slots count towards its quota until `settled`
+                is called for them.
 
         Returns:
-            The slots, int32 [1 to count]; None if there are none and no copy will free any.
+            The slots, int32 [n], 1 <= n <= count; None if there are none and no copy will free any.
         """
         tiers = self._tiers
         while True:
@@ -132,11 +131,11 @@ class FetchGroups:
             await tiers.work.next_change()
 
     def settled(self, slots: Ids, space: Space) -> None:
-        """Stop counting `slots` in the quota as being fetched: each is in the index, or free again.
+        """Record that each of `slots` is now in the index or free, so that they count no longer.
 
         Args:
             slots: the slots, from `acquire`.
-            space: the tenant's space, as in `acquire`.
+            space: the tenant's part of the index, as in `acquire`.
         """
         self._reserved[space.name] -= len(slots)
         if not self._reserved[space.name]:
@@ -151,10 +150,10 @@ class FetchGroups:
         *,
         num_first: int = GROUP_BLOCKS,
     ) -> None:
-        """Fetch `keys`, which follow the blocks of `landed`, in order.
+        """Fetch `keys`, the next blocks of the prompt after those of `landed`, in order.
 
-        Two groups are under way at a time, so that the store has work while one is inserted into
-        the index. If blocks are missing, `landed.problem` has the reason.
+        Two groups are fetched at a time, so that the store has work while one is inserted into the
+        index. If a block does not arrive, the call ends and `landed.problem` has the reason.
 
         Args:
             prompt: the prompt of the blocks.
@@ -180,7 +179,7 @@ class FetchGroups:
                     self._fetch(prompt, landed, group, before, on_arrival),
                     name="tierkv-fetch-group",
                 )
-                # Not at the end of the task: one that is cancelled at once never begins.
+                # A callback, since a task that is cancelled at once never runs its own code.
                 coming.add_done_callback(partial(self._end, group))
                 if not await _arrived(before):
                     return
@@ -195,12 +194,9 @@ class FetchGroups:
         before: asyncio.Task[bool] | None,
         on_arrival: Callable[[], None],
     ) -> bool:
-        """Fetch one group of blocks, and insert it into the index behind the previous group.
+        """Fetch one group of blocks and insert it into the index after the group `before`.
 
-        The insertion waits for that of the previous group.
-
-        Returns:
-            True if all of the group's blocks arrived.
+        Returns True if all of the group's blocks arrived.
         """
         tiers, index = self._tiers, self._index
         keys, slots, kept, began = group.keys, group.slots, group.kept, tiers.events.now()
@@ -220,7 +216,9 @@ class FetchGroups:
             kept[:blocks] = True
             kept[list(refused)] = False
             node = landed.lease.node
-            for start, stop in runs_of(kept[:blocks]):  # others had, or bring, their own copies
+            for start, stop in runs_of(
+                kept[:blocks]
+            ):  # the other blocks had copies on the host already
                 tiers.events.publish(
                     CacheEventKind.STORED, "host", node, first + start, first + stop
                 )
@@ -234,7 +232,7 @@ class FetchGroups:
                 tiers.events.publish(CacheEventKind.STORED, "host", tail, tail.start, tail.end)
             landed.tail = index.hold(tail, tail.end)
             tiers.copies.note_stored(tail, tail.start, tail.end, began)
-        self._end(group)  # with the insertion, or for a turn of the loop two would own the slots
+        self._end(group)  # before the next await, so that the slots never have two owners
         landed.num_tokens += sum(key.num_tokens for key in keys[:arrived])
         if arrived < len(keys):
             return False
@@ -253,10 +251,7 @@ class FetchGroups:
 def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: int) -> list[range]:
     """Return the ranges of tokens that came from another node's memory.
 
-    Args:
-        outcomes: one outcome for each key.
-        keys: stored keys of consecutive blocks.
-        start: number of the prompt's first token in these blocks.
+    `keys` belong to consecutive blocks, of which the first begins with token number `start`.
     """
     stops = list(accumulate((key.num_tokens for key in keys), initial=start))
     return [
@@ -267,11 +262,7 @@ def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: in
 async def _arrived(group: asyncio.Task[bool] | None) -> bool:
     """Wait for the end of a group's task.
 
-    Args:
-        group: the task; None for the group before the first one, which counts as arrived.
-
-    Returns:
-        True if all blocks of the group are in the index.
+    Return True if its blocks are in the index, or for None.
     """
     if group is None:
         return True
@@ -281,9 +272,9 @@ async def _arrived(group: asyncio.Task[bool] | None) -> bool:
 
 
 class SharedTails:
-    """Lookup and fetch of partial last blocks (tails) that other prompts have stored.
+    """Finds and fetches tails (partial last blocks) of other prompts.
 
-    Such a block is useful if it begins with the same tokens as the prompt's next block.
+    A tail is useful if it begins with the same tokens as the prompt's next block.
     """
 
     def __init__(self, tiers: Tiers, storage: StorageIO) -> None:
@@ -293,18 +284,17 @@ class SharedTails:
     async def find(
         self, prompt: Prompt, at: Lease, *, missing: Collection[bytes]
     ) -> SharedTail | None:
-        """Find the stored tail that shares most tokens with the prompt's next block.
+        """Return the stored tail that shares the most tokens with the prompt's next block.
 
-        The search costs one small read.
+        The search costs one small read from storage.
 
         Args:
             prompt: the prompt to extend.
-            at: a lease of the prompt's first blocks.
-            missing: digests of tails that are known not to be in storage, even if they are listed
-                there.
+            at: a lease of the prompt's cached blocks; the next block is the one after them.
+            missing: digests of tails that storage is known not to have, even if it lists them.
 
         Returns:
-            The tail; None if no tail shares more tokens than are cached here.
+            The tail; None if no tail shares more tokens of that block than are cached here.
         """
         wanted = prompt.block(at.num_blocks)
         here = self._cached_tokens(prompt, at.num_blocks)
@@ -319,21 +309,21 @@ class SharedTails:
         return self.of_use(prompt, at, found)
 
     def of_use(self, prompt: Prompt, at: Lease, found: SharedTail | None) -> SharedTail | None:
-        """Return `found` if it shares more tokens of the next block than are cached here.
+        """Return `found` if it shares more tokens of the prompt's next block than are cached here.
 
         Args:
             prompt: the prompt to extend.
-            at: a lease of the prompt's first blocks.
+            at: a lease of the prompt's cached blocks; the next block is the one after them.
             found: a stored tail; None for none.
 
         Returns:
-            The tail; None if it is of no use.
+            `found`; None if it brings no further tokens.
         """
         here = self._cached_tokens(prompt, at.num_blocks)
         return found if found is not None and found.num_shared > here else None
 
     def _cached_tokens(self, prompt: Prompt, block: int) -> int:
-        """Return the number of cached tokens of `block`, 0 if a block before it is not cached."""
+        """Return the number of cached tokens of `block`; 0 if a block before it is not cached."""
         match = self._tiers.index.match(prompt)
         if match.num_blocks > block:
             return prompt.block_size
@@ -344,13 +334,13 @@ class SharedTails:
 
         Args:
             prompt: the prompt to extend.
-            at: a lease of the prompt's first blocks, behind which the tail is inserted.
+            at: a lease of the prompt's cached blocks; the tail is inserted after them.
             found: the tail.
             slots: the host slot, int32 [1].
 
         Returns:
-            A lease of the tail; None if the store has no valid value for it, with the slot free
-                again.
+            A lease of the tail; None if the store has no valid value for it, and then the slot is
+                free.
         """
         tiers, index = self._tiers, self._tiers.index
         is_kept, began = False, tiers.events.now()
@@ -373,7 +363,6 @@ class SharedTails:
 
 
 def _ending_in(prompt: Prompt, num_blocks: int, tail: Tail) -> Prompt:
-    """Return the prompt made of the first `num_blocks` blocks of `prompt`, followed by `tail`."""
     tokens = prompt.tokens[: num_blocks * prompt.block_token_bytes] + tail.tokens
     extras = {block: extra for block, extra in prompt.extras.items() if block < num_blocks}
     if tail.extra:
@@ -388,20 +377,20 @@ _FATES = {GetStatus.DAMAGED: MissCause.DAMAGED, GetStatus.FAILED: MissCause.FAIL
 
 @dataclass(slots=True)
 class Fetched:
-    """The result of a fetch. Its blocks are kept on the host until `release`.
+    """The result of a fetch. Its blocks are protected from eviction on the host until `release`.
 
-    The owner calls `release` once the request is admitted, or earlier: then the blocks may be
-    evicted, and the request matches fewer tokens.
+    The owner calls `release` once the request is admitted. After an earlier release the blocks may
+    be evicted, and the request may match fewer tokens.
 
     Attributes:
         tokens: tokens of the prompt that came from storage for this call.
         first_problem: the reason why the fetch ended before the end of the prompt; None if it did
             not.
-        earlier: tokens that came for the same request before this call, if the owner sets them.
+        earlier: tokens that came for the same request in earlier calls, if the owner sets them.
         direct: the part of `tokens` and `earlier` that came from another node's memory.
         began_at: start of the fetch, in seconds of the monotonic clock.
-        matched_at: time at which the locations of all blocks were known.
-        ended_at: end of the fetch.
+        matched_at: time at which storage had said which of the blocks it has, on the same clock.
+        ended_at: end of the fetch, on the same clock.
     """
 
     tokens: range
@@ -420,11 +409,11 @@ class Fetched:
 
     @property
     def lacked_room(self) -> bool:
-        """True if the host had no room for the rest."""
+        """True if the host had no room for the remaining blocks."""
         return self.first_problem is NO_ROOM
 
     def release(self) -> None:
-        """Allow eviction of the blocks again. Further calls do nothing."""
+        """Allow eviction of the blocks. Further calls do nothing."""
         if not self.is_released:
             self.is_released = True
             self._release()
@@ -433,13 +422,14 @@ class Fetched:
 class Fetcher:
     """Fetches blocks from storage for the requests of one node.
 
-    A block is fetched by one call at a time; other calls that need it wait for the end of that one.
+    A block is fetched by one call at a time. Other calls that need the block wait for that call's
+    end.
 
     Args:
         tiers: the tiers to fetch into.
         storage: the storage tier.
         estimator: learns the speed of storage from each fetch.
-        source: source of blocks, if not `storage` alone.
+        source: where to fetch blocks from; None for `storage`.
     """
 
     def __init__(
@@ -455,7 +445,7 @@ class Fetcher:
 
     @property
     def num_held(self) -> int:
-        """Number of results of fetches that have not been released yet."""
+        """Number of fetch results that have not been released yet."""
         return self._shared.num_held
 
     @property
@@ -464,21 +454,21 @@ class Fetcher:
         return sum(len(run.keys) for run in self._shared.in_flight)
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences; call only when no fetch runs."""
+        """Return violated invariants, one sentence each; call only when no fetch runs."""
         wrong = []
         if self.num_in_flight:
             wrong.append(f"no fetch runs, but {self.num_in_flight} blocks are marked as in flight")
         return wrong + self._shared.estimator.findings()
 
     def is_fetching(self, key: StoredKey, block: int) -> bool:
-        """Return whether a block is being looked up or fetched.
+        """Return whether a running call looks up or fetches a block.
 
         Args:
             key: stored key of the block.
             block: index of the block in its prompt.
 
         Returns:
-            True if a running call looks up or fetches it.
+            True if a call does.
         """
         return self._shared.busy([key], block) is not None
 
@@ -492,27 +482,26 @@ class Fetcher:
         is_part: bool = False,
         known: Beyond | None = None,
     ) -> Fetched:
-        """Fetch the blocks of `prompt` beyond the local match from storage, in order without a gap.
+        """Fetch the blocks of `prompt` that are not cached here, in order without a gap.
 
-        A problem with storage ends the fetch early and is reported in `first_problem`, never
-        raised. The call returns what has arrived when `budget` is used up, or earlier if computing
-        is estimated to be faster. The fetch itself goes on until the budget's deadline, so that the
-        speed of storage is measured and later requests find the blocks; host slots that the store
-        writes are in use until it is done. Cancelling the call leaves nothing held.
+        The call returns when all blocks have arrived, when `budget` is used up, or when computing
+        is estimated to be faster. A problem with storage is reported in `first_problem`, never
+        raised. The fetch itself continues until the budget's deadline, so that the speed of storage
+        is measured and later requests find the blocks. Cancelling the call leaves nothing acquired.
 
         Args:
             prompt: the prompt of the wanted blocks.
-            budget: the request's remaining seconds of waiting.
-            on_arrival: called with the number of the prompt's first blocks on the host, while more
-                are being fetched.
-            promised: all keys of the prompt, if a prefill node has stated that it stored them: then
-                storage is not asked for their presence.
+            budget: the seconds that the request may still wait.
+            on_arrival: called after each arrival of blocks, with the number of the prompt's first
+                blocks that are on the host by then.
+            promised: all keys of the prompt, if a prefill node has stated that it stored them;
+                storage is then not asked whether it has them.
             is_part: True if the caller fetches in several calls and reports the total time to the
-                estimator.
-            known: a recent answer of storage, which is used instead of a new lookup.
+                estimator itself.
+            known: a recent answer of storage, used instead of a new lookup.
 
         Returns:
-            The blocks that arrived; call `release` on them.
+            The blocks that arrived; call `release` on the result.
         """
         one = _Fetch(self._shared, prompt, budget, promised, on_arrival, is_part, known)
         try:
@@ -534,10 +523,10 @@ class Fetcher:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Consecutive keys that one fetch brings, from block `start` of the prompt on.
+    """Keys of consecutive blocks that one fetch brings, from block `start` of the prompt on.
 
     Attributes:
-        ended: resolved when the fetch no longer works on them.
+        ended: resolved when the fetch has finished with the blocks.
     """
 
     start: int
@@ -564,15 +553,10 @@ class _Shared:
     def busy(self, keys: Sequence[StoredKey], start: int) -> asyncio.Future[None] | None:
         """Return a future for the end of a running fetch that has blocks in common with `keys`.
 
+        Or None.
+
         A key depends on all tokens before it. Two runs of keys therefore have blocks in common
         exactly if their keys agree at the first index that both have.
-
-        Args:
-            keys: stored keys of consecutive blocks.
-            start: index of the first of these blocks in its prompt.
-
-        Returns:
-            The future; None if no running fetch has one of the blocks.
         """
         for run in self.in_flight:
             at = max(run.start, start)
@@ -585,14 +569,9 @@ class _Shared:
         return None
 
     def reserve(self, keys: Sequence[StoredKey], start: int) -> _Run:
-        """Mark `keys` as being fetched until `finish`; other fetches of them wait until then.
+        """Mark `keys` as being fetched until `finish`.
 
-        Args:
-            keys: stored keys of consecutive blocks.
-            start: index of the first of these blocks in its prompt.
-
-        Returns:
-            The mark, for `finish`.
+        Other fetches of these keys wait until then.
         """
         run = _Run(start, keys, asyncio.get_running_loop().create_future())
         self.in_flight.append(run)
@@ -612,19 +591,7 @@ class _Shared:
         began_at: float,
         matched_at: float,
     ) -> Fetched:
-        """Return the result of a fetch, which holds `lease` until it is released.
-
-        Args:
-            tokens: tokens of the prompt that came from storage.
-            problem: the reason why the fetch ended early; None if it did not.
-            lease: keeps the blocks from eviction.
-            direct: tokens that came from another node's memory.
-            began_at: start of the fetch, in seconds of the monotonic clock.
-            matched_at: time at which the locations of all blocks were known.
-
-        Returns:
-            The result.
-        """
+        """Return the result of a fetch, which owns `lease` until it is released."""
         self.num_held += 1
         return Fetched(
             tokens,
@@ -647,19 +614,19 @@ class _Fetch:
     """One call of `Fetcher.fetch`, in a task of its own; the caller waits for `outcome`.
 
     Attributes:
-        is_part, known: see `Fetcher.fetch`.
+        is_part, known: the arguments of `Fetcher.fetch`.
         landed: the progress.
         deadline_at: end of the fetch, in seconds of the loop's clock.
         first_token: number of prompt tokens that were cached before the fetch.
         claimed: the keys marked as being fetched by this call.
-        transfer: the bytes under way, for the estimate of storage's speed.
-        is_whole: True once all that storage has of this prompt has arrived; a partial last block of
-            another prompt may still come.
+        transfer: the bytes of this fetch, for the estimate of storage's speed.
+        is_whole: True once all that storage has of this prompt has arrived; a tail of another
+            prompt may still come.
         fate: the reason why the fetch stopped, if that is not an answer of the store.
-        question: the decision by which storage was asked; None if it was not.
+        question: the decision by which storage was asked; None if it was not asked.
         is_late: True once the request went on without this fetch.
         began_at: start, in seconds of the monotonic clock.
-        matched_at: time at which the locations of all blocks were known; 0 before that.
+        matched_at: time at which storage had said which blocks it has; 0 before that.
     """
 
     shared: _Shared
@@ -726,10 +693,7 @@ class _Fetch:
         self._report(lease)
 
     def go_on_alone(self) -> None:
-        """Give the request the blocks that have arrived, and go on fetching until the deadline.
-
-        The rest of the fetch shows the speed of storage, and later requests find its blocks.
-        """
+        """Give the request the blocks that have arrived, and fetch the rest until the deadline."""
         if self.outcome.done():
             return
         if not self.is_whole:
@@ -739,7 +703,7 @@ class _Fetch:
             else:
                 self._ends(MissCause.LATE, "storage took too long")
         if self.scope.expired() or asyncio.get_running_loop().time() >= self.deadline_at:
-            self._finish_claims()  # others must not wait for a store that keeps the buffers
+            self._finish_claims()  # other fetches must not wait for a store that hangs
         self.is_late = True
         self.shared.estimator.tier.num_late += 1
         self._learn()
@@ -764,13 +728,13 @@ class _Fetch:
         status = GetStatus.MISS if fate is MissCause.NOT_WORTH_IT else GetStatus.FAILED
         self.landed.problem, self.fate = GetOutcome(status, reason), fate
 
-    # Asking and bringing
+    # Lookup and transfer
 
     async def _bring(self) -> None:
         keys, present = await self._match()
         self.matched_at = time.monotonic()
         tracing.record("match", self.began_at, self.matched_at)
-        # Where nothing is present the time for the answer is that for a shared tail, too.
+        # If storage has none of the blocks, this time includes the search for a shared tail.
         question = self.question
         if question is None:
             return
@@ -778,11 +742,13 @@ class _Fetch:
             wanted = self._worth_fetching(keys[:present], question)
             if not wanted:
                 return
-            num_first = 1 if question.is_try else GROUP_BLOCKS  # soon there is something to see
+            num_first = (
+                1 if question.is_try else GROUP_BLOCKS
+            )  # a small first group, for an early measurement
             await self.shared.groups.fetch(
                 self.prompt, self.landed, wanted, self._arrived, num_first=num_first
             )
-            if len(wanted) < present:  # and what follows these is computed
+            if len(wanted) < present:  # the engine computes the rest, to measure its speed
                 self.is_whole = self.landed.num_tokens == len(wanted) * self.prompt.block_size
                 if self.is_whole:
                     self._ends(MissCause.NOT_WORTH_IT, "computed, to learn how fast the engine is")
@@ -794,12 +760,9 @@ class _Fetch:
             await self._fetch_shared_tail(keys)
 
     async def _match(self) -> tuple[Sequence[StoredKey], int]:
-        """Look up the blocks that device and host lack in storage.
+        """Look up in storage the blocks that device and host lack.
 
-        Sets `question` if storage was asked.
-
-        Returns:
-            The keys of the missing blocks, and the number of leading ones that storage has.
+        Returns the keys of the missing blocks, and the number of leading ones that storage has.
         """
         shared = self.shared
         keys = await self._wait_for_other_fetches()
@@ -814,7 +777,7 @@ class _Fetch:
         self.question = question
         shared.estimator.tier.num_tries += question.is_try
         self.claimed.append(shared.reserve(keys, start))
-        # Blocks of other sizes are found by asking.
+        # Only a lookup finds blocks that were stored with another block size.
         is_asked = not (self.promised or shared.storage.reads_at_once)
         if not is_asked and not shared.storage.meets_other_sizes:
             present = len(keys)
@@ -827,11 +790,9 @@ class _Fetch:
         return keys, present
 
     async def _wait_for_other_fetches(self) -> Sequence[StoredKey]:
-        """Wait until no other call fetches any of the prompt's missing blocks.
+        """Wait until no other call fetches any of the missing blocks, and return their keys.
 
-        Returns:
-            The keys of the blocks that are still missing then; [] if there are none, or if
-                computing is estimated to be faster than the wait.
+        Returns [] if computing is estimated to be faster than the wait.
         """
         shared, landed = self.shared, self.landed
         index, keys = shared.tiers.index, self.promised
@@ -901,15 +862,12 @@ class _Fetch:
         return keys
 
     def _without_sample(self, keys: Sequence[StoredKey], sample: int) -> Sequence[StoredKey]:
-        """Shorten `keys` so that at least `sample` tokens of the prompt are computed, not fetched.
-
-        Computing them measures the engine's speed. The estimator learns how many to expect.
-        """
+        """Shorten `keys` so that the engine computes at least `sample` tokens, as a measurement."""
         if not sample:
             return keys
         size, num_tokens = self.prompt.block_size, self.prompt.num_tokens
         start = self.landed.lease.num_blocks
-        # Of whole blocks: only these are seen to be computed.
+        # Whole blocks only, since the computation of a partial one is not observed.
         whole = max(self.prompt.num_blocks * size - sample, 0) // size - start
         keys = keys[: max(whole, 0)]
         rest = num_tokens - (start + len(keys)) * size
@@ -931,14 +889,11 @@ class _Fetch:
             self.deadline_at = self.budget.deadline_at
             if not self.scope.expired():
                 self.scope.reschedule(self.deadline_at)
-        if self.fate is None:  # else the request has gone on without it
+        if self.fate is None:  # otherwise the request went on without this fetch
             self.on_arrival(self.landed.lease.num_blocks)
 
     async def _fetch_shared_tail(self, keys: Sequence[StoredKey]) -> None:
-        """Fetch a partial last block of another prompt that begins with this prompt's next tokens.
-
-        If the next block is the last of `keys`, storage is known not to have that one itself.
-        """
+        """Fetch a tail of another prompt that begins with this prompt's next tokens, if any."""
         shared, landed = self.shared, self.landed
         index, start = shared.tiers.index, landed.lease.num_blocks
         if self.known is not None and self.known.blocks.stop == start:
@@ -966,7 +921,7 @@ class _Fetch:
         if landed.tail is not None:
             landed.num_tokens += found.num_shared
             if self.first_token + landed.num_tokens == self.prompt.num_tokens:
-                landed.problem = None  # what was missing came by another name
+                landed.problem = None  # the missing tokens came with another prompt's tail
 
     def _refuse(self, verdict: Decision) -> None:
         self.shared.tiers.decisions.recompute_storage += 1
@@ -977,7 +932,7 @@ class _Fetch:
             self.shared.finish(run)
         self.claimed.clear()
 
-    # What it came to
+    # Results
 
     def _learn_transfer(self, *, is_late: bool) -> None:
         """Report the speed of this transfer to the estimator."""

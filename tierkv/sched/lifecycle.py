@@ -21,11 +21,11 @@ _MORE = {
     Tier.HOST: "raise cache.host_max_blocks and restart",
 }
 
-_SLICE = 128  # runs that are looked at, or forgotten, in one turn of the loop: 5 ms
+_SLICE = 128  # nodes examined or removed in one turn of the loop: 5 ms
 
 
 class Lifecycle:
-    """Changes of the tiers' sizes and contents at run time.
+    """Changes the tiers' sizes and contents at run time.
 
     Args:
         tiers: the tiers whose size or content changes.
@@ -35,7 +35,7 @@ class Lifecycle:
     def __init__(self, tiers: Tiers, slots: tuple[int, int]) -> None:
         self._tiers = tiers
         self._slots = list(slots)
-        self._changing: set[Tier] = set()  # tiers with slots on their way out of use
+        self._changing: set[Tier] = set()  # tiers with leaving slots
         self._asleep: Ids | None = None  # the device slots, out of use during sleep
 
     @property
@@ -43,10 +43,10 @@ class Lifecycle:
         return self._asleep is not None
 
     def reset(self) -> int:
-        """Forget every block that is not in use on both tiers, and which blocks are stored.
+        """Remove all blocks that are not in use from device and host.
 
-        Values in storage stay. The call removes all blocks in one turn of the event loop; `forget`
-        spreads the work over many short ones.
+        Values in storage stay, but are no longer known to be there. The call does all of the work
+        in one turn of the event loop; `forget` does it in many short ones.
 
         Returns:
             The number of copies that are left, in use by requests.
@@ -56,9 +56,9 @@ class Lifecycle:
         return self._num_copies()
 
     async def forget(self) -> int:
-        """Forget blocks as `reset` does, in many short turns of the event loop.
+        """Remove blocks as `reset` does, in many short turns of the event loop.
 
-        Blocks that come into use before the end may stay.
+        Blocks that come into use during the call may stay.
 
         Returns:
             The number of copies that are left, in use by requests.
@@ -68,7 +68,6 @@ class Lifecycle:
         return self._num_copies()
 
     def _num_copies(self) -> int:
-        """Return the number of copies on device and host."""
         return sum(space.used[tier] for space in self._tiers.index.spaces.all() for tier in Tier)
 
     def _forgetting(self) -> Iterator[None]:
@@ -76,12 +75,12 @@ class Lifecycle:
         return forgetting(self._tiers, [*spaces.roots(), *spaces.retired()])
 
     async def resize(self, tier: Tier, capacity: int) -> None:
-        """Give the tier `capacity` slots, within the allocated memory.
+        """Change the number of slots of a tier, within the allocated memory.
 
         A smaller tier loses its last slots as they become free. Blocks in them are evicted: device
-        blocks after a copy to the host if that has room, host blocks after storing if the rule says
-        so and the store accepts them. The call waits for blocks in use. Cancelling it leaves the
-        capacity unchanged.
+        blocks after a copy to the host if that has room, host blocks after a write to storage if
+        the write rule asks for it and the store accepts them. The call waits for blocks in use.
+        Cancelling it leaves the number of slots unchanged.
 
         Args:
             tier: the tier to resize: device or host.
@@ -89,8 +88,8 @@ class Lifecycle:
 
         Raises:
             ConfigError: there is no memory for `capacity` slots.
-            OwnershipError: the device sleeps, or another resize or sleep removes slots of the same
-                tier: each would wait for the other.
+            OwnershipError: the device sleeps, or another resize or sleep of the same tier has not
+                ended.
         """
         if self._asleep is not None and tier is Tier.DEVICE:
             raise OwnershipError(
@@ -101,7 +100,7 @@ class Lifecycle:
                 f"the {tier.name.lower()} tier can have 1 to {self._slots[tier]} "
                 f"blocks, not {capacity}: for more, {_MORE[tier]}"
             )
-        capacity = operator.index(capacity)  # perhaps NumPy's
+        capacity = operator.index(capacity)  # a NumPy integer becomes an int
         tiers, pool = self._tiers, self._tiers.slots.pools[tier]
         with self.alone(tier):
             if capacity >= pool.capacity:
@@ -116,10 +115,10 @@ class Lifecycle:
 
     @contextmanager
     def alone(self, tier: Tier) -> Iterator[None]:
-        """Exclude other resizes, sleeps and refills of the tier while the body runs.
+        """Exclude other resizes, sleeps and refills of the tier during the body.
 
         Raises:
-            OwnershipError: one of them is under way.
+            OwnershipError: one of them has not ended.
         """
         if tier in self._changing:
             raise OwnershipError(
@@ -134,10 +133,10 @@ class Lifecycle:
 
     @contextmanager
     def _retiring(self, tier: Tier, first: int) -> Iterator[Leaving]:
-        """Mark the slots from `first` on as leaving the tier while the body runs.
+        """Mark the slots from `first` on as leaving the tier during the body, then free them.
 
-        At the end of the body the slots are free. If the body did not raise, no waiting request is
-        woken before the caller has removed them.
+        If the body did not raise, no waiting request is woken before the caller has removed the
+        slots.
         """
         leaving = self._tiers.slots.leaving[tier] = Leaving(first)
         try:
@@ -158,13 +157,10 @@ class Lifecycle:
     async def _retire(self, tier: Tier, leaving: Leaving, *, keeps_blocks: bool) -> None:
         """Take the leaving slots out of use as they become free.
 
-        Args:
-            tier: the tier that becomes smaller.
-            leaving: the slots that the tier loses.
-            keeps_blocks: True to copy device blocks to the host first, if the host has room.
+        With `keeps_blocks`, device blocks are first copied to the host, if the host has room.
         """
         tiers, pool, first = self._tiers, self._tiers.slots.pools[tier], leaving.first
-        tried: set[int] = set()  # runs with a copy started once; it may have failed
+        tried: set[int] = set()  # uids of nodes with a copy started; it may have failed
         while True:
             seen = tiers.work.num_changes
             nodes, is_last = tiers.index.spaces.nodes(), False
@@ -178,7 +174,9 @@ class Lifecycle:
                     return
                 if not is_last:
                     await asyncio.sleep(0)
-            if tiers.work.num_changes == seen:  # else something may go that was looked at before
+            if (
+                tiers.work.num_changes == seen
+            ):  # otherwise nodes examined before may be evictable now
                 await tiers.work.next_change()
 
     def _clear(
@@ -192,12 +190,8 @@ class Lifecycle:
     ) -> None:
         """Evict unused copies in slots from `first` on, and the blocks that depend on them.
 
-        Args:
-            tier: the tier that becomes smaller.
-            first: the first slot that the tier loses.
-            nodes: the nodes to look at.
-            tried: ids of nodes for which a copy was started already; extended.
-            keeps_blocks: True to copy device blocks to the host first, if the host has room.
+        With `keeps_blocks`, device blocks are first copied to the host, if the host has room.
+        `tried` has the ids of nodes for which a copy was started already.
         """
         for node in nodes:
             in_the_way = np.flatnonzero(node.copies[tier].slots >= first)
@@ -216,8 +210,8 @@ class Lifecycle:
     def _forget_lacking(self, tier: Tier, node: TreeNode, start: int) -> None:
         """Forget a node's blocks from `start` on, and blocks below it, that only this tier has.
 
-        Blocks below a forgotten block are forgotten too, since a match cannot reach them. Blocks
-        that the other tier has are not changed here.
+        Blocks below a forgotten one are forgotten too, since no match reaches them. Blocks that the
+        other tier has are not changed.
         """
         pending = [(node, start)]
         while pending:
@@ -230,12 +224,9 @@ class Lifecycle:
                 pending.extend((child, 0) for child in part.children.values())
 
     def _copy_first(self, node: TreeNode, tried: set[int]) -> bool:
-        """Start copies of `node` and all nodes below it to the host, as far as the host has room.
+        """Start to copy a node and all nodes below it to the host; return whether any was started.
 
-        Each copy is started once, so that a failed one is not waited for twice.
-
-        Returns:
-            True if any copy was started.
+        Each node is copied at most once, so that a failed copy is not waited for twice.
         """
         tiers = self._tiers
         parts, pending = [], [node]
@@ -260,8 +251,8 @@ class Lifecycle:
     async def empty_device(self, *, keeps_blocks: bool) -> None:
         """Take every device slot out of use; return when the device is empty and no copy runs.
 
-        The call waits for requests and pins. The caller has paused admissions until the end of the
-        call, and is inside `alone`. Cancelling the call restores the slots.
+        The call waits for requests and pins. The caller must have paused admissions and be inside
+        `alone`. Cancelling the call restores the slots.
 
         Args:
             keeps_blocks: True to copy blocks that only the device has to the host, if the host has
@@ -274,13 +265,13 @@ class Lifecycle:
             raise OwnershipError("the device already sleeps")
         with self._retiring(Tier.DEVICE, 0) as leaving:
             await self._retire(Tier.DEVICE, leaving, keeps_blocks=keeps_blocks)
-            while self._tiers.mover.num_in_flight:  # a store may be at work on host slots
+            while self._tiers.mover.num_in_flight:  # copies between stores and host slots may run
                 await self._tiers.work.next_change()
         self._asleep = self._tiers.slots.pools[Tier.DEVICE].allocate_from(0)
         self._tiers.slots.lend(Tier.DEVICE, self._asleep)
 
     def refill_device(self, num_blocks: int) -> None:
-        """Give a sleeping device `num_blocks` free slots, after memory was allocated for them.
+        """Give a sleeping device `num_blocks` free slots, for which memory was allocated.
 
         Raises:
             OwnershipError: the device does not sleep.
@@ -301,17 +292,17 @@ class Lifecycle:
 
 
 def forgetting(tiers: Tiers, roots: Sequence[TreeNode]) -> Iterator[None]:
-    """Forget all blocks below `roots` that are not in use, on device and host.
+    """Remove all blocks below `roots` that are not in use from device and host, step by step.
 
-    Blocks in use stay, but are no longer known to be stored. Leaves go before their parents. A node
-    that has left the index or was split since the start is skipped.
+    Blocks in use stay, but are no longer known to be stored.
 
     Args:
         tiers: the tiers to remove the blocks from.
         roots: nodes of the index.
 
     Yields:
-        None, after each _SLICE nodes, for a caller that lets other tasks run.
+        None, after each _SLICE nodes, so that the caller can let other tasks run. Nodes that leave
+            the index or are split in the meantime are skipped.
     """
     pending = [(node, False) for root in roots for node in root.children.values()]
     num_left = _SLICE

@@ -488,7 +488,9 @@ class RequestSpec(msgspec.Struct, frozen=True):
             raise BadRequestError("the prompt is empty: give at least one token")
         if self.max_new_tokens < 0:
             raise BadRequestError(f"max_new_tokens must not be negative: {self.max_new_tokens}")
-        total = self.prompt.num_tokens + operator.index(self.max_new_tokens)  # perhaps NumPy's
+        total = self.prompt.num_tokens + operator.index(
+            self.max_new_tokens
+        )  # a NumPy integer becomes an int
         msgspec.structs.force_setattr(self, "num_blocks", -(-total // self.prompt.block_size))
 
     @property

@@ -43,17 +43,18 @@ __all__ = ["Scheduler", "SchedulerStats"]
 class Scheduler:
     """Admits requests in the order of `WaitingLine`; the first is admitted as soon as it fits.
 
-    No request overtakes the first in line, so none starves. Blocks for the whole request are
-    reserved at admission. A running request that needs more (`growth`) goes before all admissions.
+    No request overtakes the first in the queue, so none starves. Blocks for the prompt and
+    `max_new_tokens` are reserved at admission. A running request that needs more gets them from
+    `growth`, before any waiting request is admitted.
 
     Args:
         tiers: the tiers whose device blocks the requests use.
-        prefill: estimate of computing times. A request waits for blocks that another one computes
-            if that is estimated to be sooner (see Computing), while requests behind it go on.
+        prefill: estimate of computing times. A request waits for blocks that another request
+            computes if that is estimated to be faster (see `Computing`).
 
     Attributes:
         growth: gives running requests more blocks.
-        loads: the loads from the host under way.
+        loads: the loads from the host that have not ended.
         computing: the blocks that running requests will compute.
     """
 
@@ -113,7 +114,7 @@ class Scheduler:
 
     @property
     def ending_requests(self) -> Sequence[Request]:
-        """Ended requests with blocks that kernels or copies may still touch."""
+        """Ended requests whose blocks kernels or copies may still touch."""
         return tuple(self._running.ending)
 
     async def until_idle(self) -> None:
@@ -122,7 +123,7 @@ class Scheduler:
             await self.tiers.work.next_change()
 
     def drain(self) -> None:
-        """Refuse new and waiting requests with ShuttingDownError; running ones go on."""
+        """Refuse new and waiting requests with ShuttingDownError; running requests go on."""
         self._is_draining = True
         for waiting in list(self._waiting):
             self._waiting.leave(waiting)
@@ -148,9 +149,8 @@ class Scheduler:
     def pause(self, *, why: str = "asked") -> None:
         """Stop admissions until `unpause` is called with the same reason.
 
-        New requests can join the line, and running ones go on. Fetched blocks of waiting requests
-        are released: emptying or shrinking a tier would otherwise wait for these blocks, and the
-        requests for the end of the pause.
+        New requests join the queue, and running ones go on. Fetched blocks of waiting requests are
+        released, so that the caller can empty or shrink a tier.
         """
         self._admissions.pauses.add(why)
         for waiting in list(self._waiting):
@@ -161,7 +161,7 @@ class Scheduler:
         self._pump()
 
     def findings(self) -> list[str]:
-        """Return violated invariants of the requests as sentences."""
+        """Return violated invariants of the requests, one sentence each; [] if there are none."""
         running = self._running
         wrong = running.findings() + self._waiting.findings()
         wrong += self.computing.findings(sum(1 for _ in running))
@@ -218,9 +218,8 @@ class Scheduler:
     async def admit(self, spec: RequestSpec, fetched: Fetched | None = None) -> Request:
         """Admit a request after waiting for its turn and its blocks.
 
-        Its loads are under way on return.
-
-        Cancelling the call leaves nothing behind.
+        On return, loads of its cached blocks to the device may still run. Cancelling the call
+        leaves nothing acquired.
 
         Args:
             spec: the request.
@@ -267,11 +266,11 @@ class Scheduler:
                 self._waiting.leave(waiting)
             elif outcome.done() and not outcome.cancelled() and outcome.exception() is None:
                 self.end(outcome.result())
-            self._pump()  # the next in line may fit where this one did not
+            self._pump()  # the next request in the queue may fit
             raise
 
     async def load_ahead(self, prompt: Prompt) -> None:
-        """Load the blocks of `prompt` from the host to the device, ahead of its request.
+        """Load the blocks of `prompt` from the host to the device before a request needs them.
 
         The call returns when they have arrived. It does nothing if there is no room, or if a
         request waits for room. Cancelling the call does not stop the copy.
@@ -307,10 +306,9 @@ class Scheduler:
     def abort(self, request_id: str) -> bool:
         """Abort the request with this id; return whether there was one.
 
-        A waiting request is refused with RequestAbortedError. For a running request, only its
-        engine knows which kernels still use the blocks: its next commit or extend raises
-        RequestAbortedError, and its blocks are freed when the engine ends it. A preempted request
-        ends at once.
+        A waiting request is refused with RequestAbortedError. A preempted request ends at once. A
+        running request continues until its next commit or extend, which raises RequestAbortedError;
+        its blocks are freed when the engine calls `end`.
         """
         waiting = self._waiting.find(request_id)
         if waiting is not None and not waiting.outcome.done():
@@ -328,7 +326,7 @@ class Scheduler:
         request.is_aborted = True
         if request.promise is not None:
             self.computing.end(request.promise)
-        self.tiers.work.capacity_changed()  # wakes it if it waits for more blocks
+        self.tiers.work.capacity_changed()  # wakes the request if it waits for more blocks
         return True
 
     # Growing and ending
@@ -341,7 +339,7 @@ class Scheduler:
 
         Args:
             request: the running request.
-            tokens: packed int32 tokens from the prompt's start on, at least those of the last
+            tokens: int32 tokens, as bytes, from the prompt's start on: at least those of the last
                 commit.
             after: events of the kernels that write the blocks.
 
@@ -360,7 +358,7 @@ class Scheduler:
             prompt = Prompt(tokens, prompt.block_size, prompt.extras, prompt.space)
         request.prompt, request.computed_tokens = prompt, prompt.num_tokens
         if request.written or after:
-            # Kernels of earlier commits may still write: what comes now is not there before them.
+            # Kernels of earlier commits may still write: these tokens are not ready before those.
             request.written = tuple(one for one in (*request.written, *after) if not _is_done(one))
         if request.written:
             self.tiers.work.start(self._insert_later(request, prompt), "tierkv-commit")
@@ -372,7 +370,7 @@ class Scheduler:
 
         Args:
             request: the running request.
-            num_tokens: number of first prompt tokens that are in the block table now.
+            num_tokens: number of first prompt tokens whose KV is in the block table now.
             num_direct: number of the newly arrived tokens that came from another node's memory.
 
         Raises:
@@ -389,17 +387,14 @@ class Scheduler:
         self._starts.brought(request, num_tokens, num_direct=num_direct)
 
     def brought_all(self, request: Request) -> None:
-        """Record that no more of the prompt comes from storage.
-
-        The request computes the rest, or has ended.
-        """
+        """Record that no more of the prompt's tokens come from storage."""
         self._starts.brought_all(request)
 
     async def _all_arrived(self, request: Request) -> None:
         """Wait until the matched blocks are on the device and ready in the index."""
         for movement in request.loads:
             await movement.done()
-        # The movement is done a moment before its bookkeeping; both must be.
+        # A movement is done slightly before the index is updated; wait for both.
         for load in self.loads.used_by.get(request, ()):
             await asyncio.shield(load.settled)
 
@@ -409,7 +404,7 @@ class Scheduler:
             self._insert(request, prompt)
 
     async def _written(self, request: Request, events: Sequence[Event]) -> None:
-        """Wait until `events` are done. If one failed, nothing more of the request is cached."""
+        """Wait until `events` are done. If one failed, no more tokens of the request are cached."""
         for event in events:
             try:
                 await self.tiers.mover.poller.done(event)
@@ -417,9 +412,9 @@ class Scheduler:
                 request.is_damaged = True
 
     def _insert(self, request: Request, prompt: Prompt) -> None:
-        """Insert the full blocks of `prompt` into the index, and start their copies by the rules.
+        """Insert the full blocks of `prompt` into the index, and copy them down as the rules say.
 
-        Blocks that the index already has from other requests stay private to this one.
+        Blocks that the index already has from other requests stay private to this request.
         """
         lease, stop, tiers = request.lease, prompt.num_blocks, self.tiers
         first = lease.num_blocks
@@ -429,7 +424,7 @@ class Scheduler:
         refused = self.index.insert(
             Tier.DEVICE, lease, prompt, stop, request.block_table[first:stop]
         )
-        end = lease.num_blocks  # before `stop` if a block is being loaded
+        end = lease.num_blocks  # smaller than `stop` if a block is being loaded
         request.use.num_private -= stop - first - len(refused)
         if refused:
             request.refused += tuple(first + at for at in refused if first + at < end)
@@ -445,8 +440,8 @@ class Scheduler:
     def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         """Release all blocks of a running request until it is resumed.
 
-        The committed blocks are copied to the host, as far as there is room, and are evicted last
-        until `resume` or `abandon`. The tenant stays open until then.
+        The committed blocks are copied to the host, as far as there is room. They are evicted after
+        all other blocks until `resume` or `abandon`. The tenant stays open until then.
 
         Args:
             request: the running request.
@@ -473,7 +468,7 @@ class Scheduler:
 
         Args:
             request: the preempted request.
-            max_new_tokens: number of tokens to reserve room for beyond the prompt.
+            max_new_tokens: number of generated tokens for which blocks are reserved.
             fetch: fetches the missing blocks from storage; called once the preempted request's own
                 blocks are cached.
 
@@ -491,7 +486,7 @@ class Scheduler:
         while request in self._running.ending:
             await self.tiers.work.next_change()
         prompt = request.whole_prompt
-        is_computed = request.computed_tokens >= prompt.num_tokens  # so the next token is known
+        is_computed = request.computed_tokens >= prompt.num_tokens  # then the next token is known
         spec = msgspec.structs.replace(
             request.spec,
             prompt=prompt,
@@ -505,13 +500,13 @@ class Scheduler:
         resumed = await self.admit(spec, fetched)
         try:
             self.abandon(request)
-        except OwnershipError:  # it was abandoned, or ended, while it waited
+        except OwnershipError:  # it was abandoned or ended during the wait
             self.end(resumed)
             raise
         return resumed
 
     def abandon(self, request: Request) -> None:
-        """Give up a preempted request: its blocks are no longer protected from eviction.
+        """Give up a preempted request: its cached blocks are evicted in the usual order again.
 
         Raises:
             OwnershipError: the request is not preempted.
@@ -527,9 +522,9 @@ class Scheduler:
             request.pinned = None
 
     def end(self, request: Request, *, after: Sequence[Event] = ()) -> None:
-        """Release all blocks of the request.
+        """End a running request and release all of its blocks.
 
-        Committed blocks stay cached, a partial last block included.
+        Committed blocks stay cached, the tail (partial last block) included.
 
         Args:
             request: the running request.
@@ -543,7 +538,7 @@ class Scheduler:
 
     def _end(self, request: Request, state: RequestState, after: Sequence[Event]) -> None:
         request.check_running()
-        self.brought_all(request)  # the rest may never have been fetched
+        self.brought_all(request)  # tokens that were never fetched count as missed
         request.state = state
         self._running.remove(request)
         events = (*request.written, *after)
@@ -560,7 +555,7 @@ class Scheduler:
     async def _end_later(self, request: Request, events: Sequence[Event]) -> None:
         await self._written(request, events)
         for movement in request.loads:
-            with suppress(TransferError):  # ended is all that counts here
+            with suppress(TransferError):  # a failed copy has ended too
                 await movement.done()
         self._running.ending.remove(request)
         self._finish(request)
@@ -573,7 +568,7 @@ class Scheduler:
                 end = tail or request.lease.node
                 request.pinned = self.index.pin_softly(end, end.end)
                 self.tiers.copies.save(end, end.end)
-        finally:  # whatever is not cached by a bug is released
+        finally:  # release all blocks that a bug left uncached
             self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
@@ -590,16 +585,15 @@ class Scheduler:
         self.tiers.work.capacity_changed()
 
     def _keep_tail(self, request: Request) -> TreeNode | None:
-        """Cache the tail, the partial last block of the prompt, if all of it was computed.
+        """Cache the prompt's partial last block, if all of it was computed.
 
-        Returns:
-            The node of the tail; None if it cannot be cached.
+        Return its node, or None.
         """
         prompt = request.prompt
         at = prompt.num_blocks
         is_whole = request.computed_tokens == prompt.num_tokens and not request.is_damaged
         if not is_whole or request.lease.num_blocks != at:
-            return None  # it is not computed, or a block above it could not be inserted
+            return None  # the tail is not computed, or a block above it is not in the index
         tail, is_new = self.index.insert_tail(
             Tier.DEVICE, request.lease, prompt, int(request.block_table[at])
         )

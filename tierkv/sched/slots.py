@@ -1,4 +1,4 @@
-"""Slots of the tiers, uses of slots outside the index, and tasks that may still touch slots."""
+"""The slots of the tiers, their uses outside the index, and the tasks that may touch them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tierkv.tasks import task_group
 
 log = logging.getLogger(__name__)
 STORE_PATIENCE_S = 0.25  # wait of a request in need of room for a write to a store
-CLOSING_PATIENCE_S = 5.0  # how often closing says what it still waits for
-MAX_AT_ONCE_S = 0.5  # twice what is waited for one store that hangs
+CLOSING_PATIENCE_S = 5.0  # between log lines while closing waits for copies
+MAX_AT_ONCE_S = 0.5  # twice STORE_PATIENCE_S
 WRITE_SHARE = 0.02
 
 
@@ -26,8 +26,8 @@ WRITE_SHARE = 0.02
 class Allowance:
     """Seconds that requests in need of room may still wait for writes to a slow store.
 
-    The allowance grows by WRITE_SHARE of the elapsed time up to MAX_AT_ONCE_S, with which it
-    begins, and shrinks by the seconds waited. When it is used up, blocks are evicted without being
+    The allowance begins with MAX_AT_ONCE_S, grows by WRITE_SHARE of the elapsed time up to the same
+    limit, and shrinks by the seconds waited. While it is used up, blocks are evicted without being
     stored, so that a slow store does not slow down engines.
 
     Attributes:
@@ -54,8 +54,8 @@ class Work:
     Each task updates the index at its end, even if no caller waits for it.
 
     Attributes:
-        num_tasks: tasks and copies under way.
-        num_late: writes that a store has not finished within STORE_PATIENCE_S.
+        num_tasks: number of running tasks and copies.
+        num_late: number of writes that a store has not finished within STORE_PATIENCE_S.
         num_changes: number of calls of `capacity_changed`.
         allowance: seconds that requests may still wait for a slow store.
     """
@@ -69,18 +69,20 @@ class Work:
         self._listeners: list[Callable[[], None]] = []
         self._changed: asyncio.Event | None = None  # created by the first wait
         self._is_closed = False
-        self._at_work: Counter[str] = Counter()  # tasks that make room at their end, by space
+        self._at_work: Counter[str] = (
+            Counter()
+        )  # number of tasks that make room at their end, by space
 
     @asynccontextmanager
     async def running(self, num_lent: Callable[[], tuple[int, int]]) -> AsyncIterator[None]:
-        """Accept tasks in the body; at its end, wait for every copy under way.
+        """Accept tasks during the body; at its end, wait for all copies.
 
         The wait has no limit, since the memory of the slots is freed next. A log line every
         CLOSING_PATIENCE_S seconds shows that the wait goes on.
 
         Args:
-            num_lent: returns the numbers of device and host slots that running copies use and that
-                belong to no cached block; for that log line.
+            num_lent: returns the numbers of device and host slots that copies use outside the
+                index, for that log line.
         """
         try:
             async with task_group() as self._tasks:
@@ -102,7 +104,7 @@ class Work:
                 self._changed.set()
 
     async def next_change(self) -> None:
-        """Wait until slots may have become available since the call.
+        """Wait until slots may have become free since the start of the call.
 
         Raises:
             ShuttingDownError: the node has shut down.
@@ -115,7 +117,7 @@ class Work:
             raise ShuttingDownError("this node has shut down")
 
     def on_capacity(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever slots may have become available."""
+        """Call `listener` whenever slots may have become free."""
         self._listeners.append(listener)
 
     def capacity_changed(self) -> None:
@@ -128,13 +130,13 @@ class Work:
             listener()
 
     def is_at_work(self, space: str | None = None) -> bool:
-        """Return whether copies are under way that make room at their end.
+        """Return whether running copies will make room at their end.
 
-        Fetches from storage do not count, as their blocks are kept for the request that fetches
-        them.
+        Fetches from storage do not count, since their blocks are kept for a request.
 
         Args:
-            space: name of the tenant's space with the copied blocks; None for any.
+            space: name of the space (a tenant's part of the index) of the copied blocks; None for
+                any.
         """
         return bool(self._at_work if space is None else self._at_work[space])
 
@@ -146,8 +148,8 @@ class Work:
         Args:
             work: the coroutine to run.
             name: name of the task.
-            space: name of the tenant's space with blocks that can be evicted at the end of the
-                task; None if the task makes no room.
+            space: name of the space (a tenant's part of the index) whose blocks can be evicted at
+                the end of the task; None if the task makes no room.
 
         Raises:
             ShuttingDownError: a failure is stopping the service.
@@ -225,7 +227,7 @@ class Work:
         assert self._tasks is not None, "the tiers are running"
         try:
             task = self._tasks.create_task(work, name=name)
-        except RuntimeError:  # the group takes no more tasks: one failed, or its body did
+        except RuntimeError:  # the task group has failed and accepts no more tasks
             work.close()
             raise ShuttingDownError("this node has failed and is shutting down") from None
         self.num_tasks += 1
@@ -245,13 +247,13 @@ _NO_SLOTS: Ids = np.zeros(0, np.int32)
 class Leaving:
     """The slots from `first` on, which a tier loses because it shrinks or is emptied.
 
-    A caller that acquires some of them gets other slots instead, so that requests that wait for
-    room do not keep them in use for ever.
+    A caller that acquires such slots gets other ones instead, since waiting requests could keep
+    them in use forever.
 
     Attributes:
         first: the first slot to remove.
         slots: the slots that have been removed so far.
-        stores_first: True if blocks are still stored before they are evicted, where the rule says
+        stores_first: True if blocks are stored before they are evicted, where the write rule says
             so.
     """
 
@@ -267,8 +269,8 @@ class Leaving:
 class Slots:
     """The slots of device and host, and their uses outside the index.
 
-    A slot is lent while a copy uses it that the index does not know of. `verify` counts free,
-    indexed and lent slots to find a lost one.
+    A slot is lent while a copy uses it and it is neither free nor in the index. `verify` counts
+    free, indexed and lent slots to find lost ones.
 
     Attributes:
         pools: free slots by tier.
@@ -280,9 +282,9 @@ class Slots:
         self.leaving: dict[Tier, Leaving] = {}
         self._work = work
         self._in_flight: dict[Tier, list[Ids]] = {Tier.DEVICE: [], Tier.HOST: []}
-        self._reads = _NO_SLOTS  # by host slot, how many stores read it, see `begin_reading`
+        self._reads = _NO_SLOTS  # number of stores that read each host slot
         self._num_reads = 0
-        self._still_read = _NO_SLOTS  # host slots that the index gave up while they were being read
+        self._still_read = _NO_SLOTS  # host slots of evicted blocks that are being read
 
     def give(self, tier: Tier, slots: Ids) -> None:
         """Free slots, and wake callers that wait for room.
@@ -296,7 +298,7 @@ class Slots:
             self._work.capacity_changed()
 
     def lend(self, tier: Tier, slots: Ids) -> None:
-        """List slots as in use outside the index, so that `verify` does not report them as lost.
+        """List slots as used by a copy outside the index, so that `verify` does not miss them.
 
         Args:
             tier: the tier of the slots.
@@ -305,7 +307,7 @@ class Slots:
         self._in_flight[tier].append(slots)
 
     def unlend(self, tier: Tier, slots: Ids) -> None:
-        """End what `lend` began. The slots are not freed.
+        """Remove slots from the list of slots used outside the index, without freeing them.
 
         Args:
             tier: the tier of the slots.
@@ -315,7 +317,7 @@ class Slots:
         del lent[next(i for i, other in enumerate(lent) if other is slots)]
 
     def retire(self, tier: Tier, slots: Ids) -> None:
-        """Take acquired slots out of use, since the tier loses them.
+        """Take acquired slots out of use, because their tier is becoming smaller.
 
         Args:
             tier: the tier, which is in `leaving`.
@@ -325,20 +327,20 @@ class Slots:
         self.leaving[tier].slots.append(slots)
 
     def num_lent(self) -> tuple[int, int]:
-        """Return the numbers of device and host slots that are in use outside the index."""
+        """Return the numbers of device and host slots that copies use outside the index."""
         return len(self.lent(Tier.DEVICE)), len(self.lent(Tier.HOST))
 
     def lent(self, tier: Tier) -> Ids:
-        """Return the slots of `tier` that are in use outside the index."""
+        """Return the slots of `tier` that copies use outside the index."""
         gone = self._still_read if tier is Tier.HOST else _NO_SLOTS
         return np.concatenate([gone, *self._in_flight[tier]])
 
-    # Slots that a store reads. Their blocks are not held, or a store that hangs would keep whole
-    # prompts on the device: they may go, but their host slots are free only when it is done.
+    # Slots that a store reads. Their blocks have no lease, since a store that hangs would then keep
+    # whole prompts on the device. The blocks can be evicted, but their slots are free only later.
 
     @property
     def num_still_read(self) -> int:
-        """Number of host slots of evicted blocks that a store still reads; free when it is done."""
+        """Number of host slots of evicted blocks that are not free because a store reads them."""
         return len(self._still_read)
 
     @property
@@ -349,32 +351,35 @@ class Slots:
     def begin_reading(self, slots: Ids) -> None:
         """Mark host slots as read by a store until `end_reading`.
 
-        Their blocks may be evicted meantime, but the slots become free only after `end_reading`.
+        Their blocks can be evicted, but the slots become free only with `end_reading`.
         """
         self._readers()[slots] += 1
         self._num_reads += len(slots)
 
     def end_reading(self, slots: Ids) -> None:
-        """End what `begin_reading` began; free the slots of blocks that were evicted in between."""
+        """End the mark of `begin_reading`.
+
+        Free the slots of blocks that were evicted in between.
+        """
         self._reads[slots] -= 1
         self._num_reads -= len(slots)
         if len(self._still_read):
             is_read = self._reads[self._still_read] > 0
             freed, self._still_read = self._still_read[~is_read], self._still_read[is_read]
             self.pools[Tier.HOST].release(freed)
-        self._work.capacity_changed()  # also where they are the index's still: now they may go
+        self._work.capacity_changed()  # slots still in the index can be evicted now
 
     def free_of(self, tier: Tier, slots: Ids) -> Ids:
         """Return which slots of evicted blocks are free now.
 
-        A host slot that a store still reads is freed by `end_reading`.
+        A host slot that a store still reads is freed by `end_reading` later.
 
         Args:
             tier: the tier of the slots.
-            slots: slots that the index gave up, int32 [n].
+            slots: slots that the index has just given up, int32 [n].
 
         Returns:
-            The slots that are free, int32 [0 to n].
+            The slots that are free, int32 [m], 0 <= m <= n.
         """
         if tier is Tier.DEVICE or not self._num_reads:
             return slots
@@ -383,7 +388,7 @@ class Slots:
         return slots[~is_read]
 
     def _readers(self) -> Ids:
-        """Return the number of reading stores for each host slot, int32 [capacity of the host]."""
+        """Return the number of stores that read each host slot, int32 [capacity of the host]."""
         more = self.pools[Tier.HOST].capacity - len(self._reads)
         if more > 0:
             self._reads = np.concatenate([self._reads, np.zeros(more, np.int32)])

@@ -1,7 +1,7 @@
-"""Tenants and further fingerprints of a service: opening, limits, and closing.
+"""Tenants and further fingerprints of a service: opening, quotas, and closing.
 
-A fingerprint is the identity of a model's KV (model, layout, adapter, tenant ...); its part of the
-index is a space.
+A fingerprint is the identity of KV (model, layout, adapter, tenant ...). Each open fingerprint has
+a part of the index, its space.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError
 from tierkv.sched.lifecycle import forgetting
 from tierkv.sched.tiers import Tiers
 
-_AT_ONCE = 128  # copies of a tenant that is closed in the same turn of the loop
+_AT_ONCE = 128  # a tenant with at most so many copies is closed in one turn of the loop
 
 
-MAX_ADAPTERS = 64  # of one tenant, open at a time
+MAX_ADAPTERS = 64  # adapters of one tenant that are open at a time
 
 
 class Tenants:
@@ -30,14 +30,14 @@ class Tenants:
     Args:
         tiers: the tiers that hold their blocks.
         fingerprints: the open fingerprints by name of the space; the service's own under "".
-        is_in_use: returns whether requests of a space run, wait, or are being fetched.
+        is_in_use: returns True if requests of a space run, wait, or are being fetched.
         on_close: called with the name of each space that was closed.
-        max_tenants: most spaces that are open at once for tenants named by requests.
-        quota: device and host blocks of each tenant without a quota of its own.
+        max_tenants: largest number of spaces that are open at once for tenants named by requests.
+        quota: largest numbers of device and host blocks of a tenant without a quota of its own.
         eviction: eviction policies of new spaces.
 
     Attributes:
-        closed: names of closed spaces of which storage may still have blocks.
+        closed: names of closed spaces whose blocks may still be in storage.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators and settings
@@ -58,18 +58,18 @@ class Tenants:
         self._is_in_use = is_in_use
         self._max_tenants = max_tenants
         self._quota = quota
-        self._set_quotas: dict[str, Quota] = {}  # by space, which may be closed now
+        self._set_quotas: dict[str, Quota] = {}  # by name of the space, also of closed ones
         self._eviction = eviction
         # Spaces by tenant and adapter, the most recently used last.
         self._by_tenant: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._closing: set[str] = set()  # spaces that make room for others, in tasks
-        self.closed: set[str] = set()  # spaces of which storage may have blocks still
+        self._closing: set[str] = set()  # spaces that a task is closing to make room for others
+        self.closed: set[str] = set()  # spaces whose blocks may still be in storage
 
     def known_space_of(self, tenant: str) -> str | None:
-        """Find the space of a tenant, without opening it.
+        """Return the name of a tenant's space, without opening it.
 
         Returns:
-            The name of the space; None if it is neither open nor closed with a quota of its own.
+            The name; None if the space is neither open, nor closed with a quota of its own.
         """
         own = self._fingerprints[DEFAULT]
         if tenant == own.tenant:
@@ -82,8 +82,8 @@ class Tenants:
 
         The space is opened at the first use, with the tenant's current quota. If too many spaces
         are open, the least recently used one without requests is closed and its blocks are
-        forgotten. If these blocks are many, a task forgets them, and keeps the space if it is asked
-        for again before the end.
+        forgotten. If it has many blocks, a task forgets them, and keeps the space if a request asks
+        for it before the end.
 
         Args:
             tenant: name of the tenant.
@@ -115,10 +115,8 @@ class Tenants:
     def _make_room(self, wanted: tuple[str, str]) -> None:
         """Close a space if opening `wanted`, a tenant and an adapter, would exceed a limit.
 
-        A tenant with MAX_ADAPTERS adapters closes one of its own.
-
-        Raises:
-            OutOfBlocksError: all spaces that could be closed are in use.
+        A tenant with MAX_ADAPTERS adapters closes one of its own. Raises OutOfBlocksError if all
+        spaces that could be closed are in use.
         """
         tenant, adapter = wanted
         candidates = [one for one in self._by_tenant if adapter and one[1] and one[0] == tenant]
@@ -154,7 +152,7 @@ class Tenants:
 
         Args:
             fingerprint: the fingerprint to open.
-            quota: its numbers of device and host blocks, kept as with `set_quota`.
+            quota: its largest numbers of device and host blocks, kept as with `set_quota`.
 
         Returns:
             The name of the space.
@@ -183,8 +181,8 @@ class Tenants:
     def close(self, name: str) -> int:
         """Close a space: forget its settings and all of its blocks on device and host.
 
-        Values in storage stay. The call removes all blocks in one turn of the event loop; `retire`
-        spreads the work over many short ones.
+        Values in storage stay. The call does all of the work in one turn of the event loop;
+        `retire` does it in many short ones.
 
         Returns:
             The number of copies that were forgotten.
@@ -220,11 +218,7 @@ class Tenants:
         return before
 
     def _check_unused(self, name: str) -> TreeNode:
-        """Return the root of a space that can be closed.
-
-        Raises:
-            BadRequestError: the space is in use, not open, or the service's own.
-        """
+        """Return the root of a space that can be closed; raise BadRequestError if it cannot."""
         if name == DEFAULT or name not in self._fingerprints:
             raise BadRequestError(
                 f"fingerprint {name!r} cannot be closed: it is not open, or is the service's own"
@@ -260,7 +254,7 @@ class Tenants:
         return before
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences."""
+        """Return violated invariants, one sentence each; [] if there are none."""
         wrong, open_spaces = [], {space.name for space in self._index.spaces.all()}
         if open_spaces != self._fingerprints.keys():
             wrong.append("the open fingerprints differ from the fingerprints of the index")
@@ -272,7 +266,7 @@ class Tenants:
         return wrong
 
     def quota_of(self, name: str) -> Quota:
-        """Return the numbers of device and host blocks that a space may have.
+        """Return the numbers of device and host blocks that a space may have; None for no limit.
 
         A closed space still has the quota that was set for it.
         """
@@ -302,11 +296,7 @@ class Tenants:
         self._tiers.work.capacity_changed()
 
     def _shrink(self, space: Space) -> bool:
-        """Evict blocks beyond the quota, as many as fit into one turn of the loop.
-
-        Returns:
-            True if there are more.
-        """
+        """Evict blocks beyond the quota, at most _AT_ONCE; return whether more follow."""
         have_more = [self._tiers.eviction.shrink_to_quota(tier, space) for tier in Tier]
         return any(have_more)
 

@@ -1,10 +1,9 @@
-"""Storage or compute: the speeds of a tier and the engine, and the rule about waiting.
+"""The choice between fetching from storage and computing, and the measured speeds of both.
 
 A request waits for storage only if computing the missing tokens is estimated to take longer than
-the fetch. The wait ends after the time of computing or twice the estimated fetch, whichever is
-shorter, but not before the estimate itself; a small slack is added. The speed of a tier is two
-moving averages: the seconds of a round trip and the bytes a second. Failures of a store are handled
-by the circuit breaker (`storage/guard.py`).
+fetching them. The wait ends after min(compute, 2 × fetch) but not before the estimated fetch time;
+a small slack is added. The speed of a tier is two moving averages: seconds of a round trip, and
+bytes a second. Failures of a store are handled by its circuit breaker (`storage/guard.py`).
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-# Storage is preferred even if a fetch takes this many seconds longer than computing, since a fetch
-# leaves the engine to other requests; the second value is for published prompts.
+# Storage is preferred even if a fetch takes this many seconds longer than computing, since the
+# engine can then serve other requests. The second value is for claims.
 PREFERENCE_S, CLAIM_PREFERENCE_S = 0.02, 0.05
 # A request waits longer than estimated by SLACK_SHARE of the computing time plus SLACK_S.
 SLACK_S, SLACK_SHARE = 0.03, 0.1
-# A request or claim that may compute gives up a store from which nothing has come for this long.
+# A request or claim that may compute stops waiting for a store that is silent for this long.
 SILENT_S = 1.25
-# The pause between two tries of a tier that is estimated to be slower than computing. Requests do
-# not wait for a try: it goes on beside them.
+# The pause between two measurements of a tier that is estimated to be slower than computing. They
+# run in the background; requests do not wait for them.
 TRY_EVERY_S = 2.0
-# Assumed speed of an unknown engine in tokens a second, and its shortest time in seconds.
+# Assumed speed of an engine before the first measurement, in tokens a second; shortest time, in s.
 _UNKNOWN_TOKENS_PER_S, _UNKNOWN_S = 4000.0, 0.1
 _PATIENCE = 2.0  # the longest wait for a fetch, in estimated fetch times
 _DECAY = 0.7  # weight of earlier measurements when a new one is added
 _FOUND_SHARE = 0.2  # weight of the newest answer in `found_share`
-# A sample of the engine's speed: the last tokens of a prompt are computed although storage has
+# To measure the engine's speed, the last tokens of some prompts are computed although storage has
 # them. The first samples are _SAMPLE_SHARE of the prompt each, a later one is _REACH times as long
 # as the longest before it.
 _FIRST_SAMPLES, _SAMPLE_SHARE, _REACH = 3, 1 / 64, 4
@@ -50,9 +49,9 @@ HEDGE = 0.25
 class FetchPolicy(Enum):
     """The rule for how long a request waits for storage.
 
-    BEST_EFFORT fetches only if that is estimated to be faster than computing, and gives up in time.
-    WAIT_COMPLETE fetches all there is, as long as some of it arrives before each deadline. DEADLINE
-    fetches until the deadline.
+    BEST_EFFORT waits only while fetching is estimated to be faster than computing. WAIT_COMPLETE
+    waits as long as blocks arrive within the deadline of each other. DEADLINE waits until the
+    deadline.
     """
 
     BEST_EFFORT = "best_effort"
@@ -64,14 +63,14 @@ class FetchPolicy(Enum):
 class Regret:
     """A balance of seconds that requests may still lose by waiting for blocks of other requests.
 
-    A wait loses its seconds if the other request does not deliver the blocks in time. The balance
-    is the seconds that waits have saved, less the seconds that lost waits have cost, plus SHARE of
-    the computing time of all requests.
+    A wait is lost if the other request does not deliver the blocks in time. The balance is the
+    seconds that waits have saved, minus the seconds of lost waits, plus SHARE of the computing time
+    of all requests.
 
     Attributes:
         seconds: the balance.
-        usual_s: seconds that computing one of the larger requests took lately.
-        largest_s: seconds of computing the largest request so far.
+        usual_s: seconds that computing one of the larger recent requests took.
+        largest_s: seconds that computing the largest request so far took.
     """
 
     seconds: float = 0.0
@@ -87,10 +86,9 @@ class Regret:
             self.add(SHARE * compute_s + MAX_WASTED * grown)
 
     def add(self, seconds: float) -> None:
-        """Add `seconds` to the balance: saved seconds, or lost seconds if negative.
+        """Add saved seconds (or lost ones, below 0) to the balance.
 
-        The balance is limited in both directions, so that one very long wait does not count
-        permanently.
+        The balance stays between ±MAX_WASTED times `usual_s`.
         """
         most = MAX_WASTED * self.usual_s
         self.seconds = max(-most, min(self.seconds + seconds, most))
@@ -109,13 +107,13 @@ class Line:
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
-    is_of_one_size: bool = False  # all samples have the same units, but for rounding
+    is_of_one_size: bool = False  # all samples have the same units
 
     def add(self, units: float, seconds: float) -> None:
-        """Add a sample; newer samples count more than older ones.
+        """Add a measured time.
 
-        A sample that is far off the line discards all samples before it: an average over an engine
-        before and after a change would be wrong for a long time.
+        If it is more than twice or less than half of the expected time, all earlier samples are
+        discarded: the measured thing has changed.
 
         Args:
             units: size of the work, at least 0.
@@ -123,8 +121,8 @@ class Line:
         """
         least = most = self.seconds(units)
         if self.x and self.is_of_one_size:
-            # While the fixed part is unknown, any value between the lines with all and with nothing
-            # of it is expected: small and big samples in turn would otherwise restart for ever.
+            # While the fixed part is unknown, any time between "all fixed" and "nothing fixed" is
+            # expected: alternating small and big samples would otherwise always restart.
             mean = self.y / self.weight
             least, most = min(least, mean), max(most, mean)
         is_expected = least / _SURPRISE - _TICK_S < seconds < most * _SURPRISE + _TICK_S
@@ -158,11 +156,11 @@ class Line:
         return fixed + slope * units if fixed > 0 else units * mean_y / mean_x
 
     def at_least(self, units: float) -> float:
-        """Return a lower bound of the true seconds of work of size `units`.
+        """Return a lower bound of the seconds of work of size `units`.
 
-        If all samples had one size, the part of their time that does not depend on the size is
-        unknown. The bound is then the lesser of two estimates: all of the time is fixed, or none of
-        it. Otherwise the bound is the estimate of `seconds`.
+        If all samples had the same size, the fixed part of their time is unknown. The bound is then
+        the lesser of two estimates: all of the time is fixed, or none of it. With samples of
+        several sizes the bound is `seconds(units)`.
         """
         expected = self.seconds(units)
         is_open = self.is_known and self.is_of_one_size
@@ -179,13 +177,13 @@ class PrefillSpeed:
         is_reported: True once the engine has reported a time itself.
         num_samples: number of samples so far.
         max_tokens: largest number of tokens among the samples in use.
-        sample: number of tokens that the request chosen by `sample_tokens` is expected to compute,
-            as a range; empty if no such request is under way.
+        sample: range of the number of tokens that the request chosen by `sample_tokens` is expected
+            to compute; empty if no such request runs.
     """
 
     def __init__(self) -> None:
         self._fitted = Line()
-        # Not in the line yet: it is fitted when it is read.
+        # Samples that are not in the fitted line yet; they are added when it is read.
         self._observed: deque[tuple[int, float]] = deque(maxlen=_MAX_OBSERVED)
         self.is_reported = False
         self.num_samples = 0
@@ -208,11 +206,12 @@ class PrefillSpeed:
         return self._line.seconds(tokens)
 
     def at_least(self, tokens: int) -> float:
-        """Return a lower bound of the seconds to compute `tokens` tokens.
+        """Return a lower bound of the seconds to compute `tokens` tokens of a prompt.
 
-        Up to _REACH / 2 times the longest measured prompt, the bound is that of the fitted line
-        (`Line.at_least`). Beyond, it is half of the extrapolated time: a sample may be the last
-        tokens of a prompt, which take up to twice as long as the first ones.
+        Below _REACH / 2 times the largest sample, the bound is that of the fitted line. Above, it
+        is half of the line's value, since a sample may be the last tokens of a prompt, which take
+        up to twice as long as the first ones; and it stops growing at _REACH times the largest
+        sample.
         """
         known = self.max_tokens
         seconds = self._line.at_least(min(tokens, _REACH * known))
@@ -226,17 +225,17 @@ class PrefillSpeed:
     def sample_tokens(self, tokens: int, fetch_s: float) -> int:
         """Return how many stored tokens to compute instead of fetching, as a speed measurement.
 
-        The number is 0 for most requests. Without samples, a node that finds all of its prompts in
-        storage would never learn how fast its engine is. The first samples are a few tokens each. A
-        larger one is chosen only if the choice between storage and computing depends on it, that is
-        if `fetch_s` lies between the lower bound and the estimate of the computing time.
+        The number is 0 for most requests. Without samples, a node that finds every prompt in
+        storage would not learn its engine's speed. The first samples are a few tokens each. A
+        larger one is chosen only if the choice between fetching and computing depends on it:
+        `fetch_s` lies between the lower bound and the estimate of the computing time.
 
         Args:
             tokens: number of tokens that are missing here and that storage has.
             fetch_s: estimated seconds to fetch these tokens.
 
         Returns:
-            The number of tokens, from the end of the prompt, that the request should compute: 0 to
+            The number of tokens at the end of the prompt that the request should compute: 0 to
                 `tokens`.
         """
         if self._num_chosen >= _MAX_SAMPLES:
@@ -251,9 +250,7 @@ class PrefillSpeed:
         return min(max(sample, 1), tokens)
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Record a time that the engine reports for a prefill.
-
-        From the first report on, observed times are ignored.
+        """Record a prefill time that the engine reports; observed times are ignored from then on.
 
         Args:
             tokens: number of computed tokens.
@@ -265,11 +262,11 @@ class PrefillSpeed:
         self._add(tokens, seconds)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Record the time from a request's admission to its commit, delays in the engine included.
+        """Record the time between a request's admission and its commit as a prefill time.
 
         Args:
             tokens: number of computed tokens.
-            seconds: time from admission to commit.
+            seconds: that time, delays in the engine included.
         """
         if not self.is_reported:
             self._observed.append((tokens, seconds))
@@ -280,7 +277,7 @@ class PrefillSpeed:
         if tokens in self.sample:
             self.sample = range(0)
             if line.is_known and seconds > _SURPRISE * line.seconds(tokens) + _TICK_S:
-                return  # a few tokens beside a stall: they can only show that it is faster
+                return  # a stall: a small chosen sample counts only if it is fast
         line.add(tokens, seconds)
         begins_anew = line.weight == 1.0
         self.max_tokens = tokens if begins_anew else max(self.max_tokens, tokens)
@@ -288,14 +285,15 @@ class PrefillSpeed:
 
 @dataclass(slots=True)
 class TierSpeed:
-    """Speed of one tier as two moving averages, and counts of the fetches under way.
+    """Speed of one tier as two moving averages, and counts of running fetches.
 
     Attributes:
         round_trip_s: seconds until a lookup is answered; 0 while unknown.
         found_share: share of recent lookups that found something, 0 to 1.
-        num_tries: fetches under way that measure the tier while its speed is unknown or was low.
-        num_late: fetches under way that continue after their request stopped waiting.
-        queued_bytes: bytes of all fetches under way.
+        num_tries: number of running fetches that measure the tier while its speed is unknown or was
+            low.
+        num_late: number of running fetches whose request has stopped waiting.
+        queued_bytes: bytes of all running fetches.
         arrived_bytes: bytes that have arrived since the start of the node.
         try_at: earliest time of the next measurement of a slow tier, in seconds of the loop's
             clock.
@@ -306,8 +304,8 @@ class TierSpeed:
     num_tries: int = 0
     num_late: int = 0
     queued_bytes: float = 0.0
-    arrived_bytes: float = 0.0  # since the start
-    try_at: float = -math.inf  # when the next try is due, on the loop's clock
+    arrived_bytes: float = 0.0
+    try_at: float = -math.inf
     _bytes: float = 0.0
     _seconds: float = 0.0
 
@@ -322,9 +320,9 @@ class TierSpeed:
         self.found_share, self.try_at = 1.0, -math.inf
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Return the expected seconds of a transfer of `num_bytes` behind all queued bytes.
+        """Return the expected seconds until `num_bytes` have arrived after all queued bytes.
 
-        While the bytes a second are unknown, that is the round trip alone.
+        While the tier's bytes a second are unknown, the result is the round trip alone.
         """
         if not self._seconds:
             return self.round_trip_s
@@ -336,8 +334,7 @@ class TierSpeed:
         """Record the time in which the store answered a lookup.
 
         Args:
-            seconds: time until the answer. A time below half of the average replaces the average,
-                since the tier has become fast again.
+            seconds: time until the answer. A time below half of the average replaces the average.
             has_found: True if the store had any of the blocks; None leaves `found_share` unchanged.
         """
         if not self.round_trip_s or seconds < self.round_trip_s / _SURPRISE - _TICK_S:
@@ -350,15 +347,15 @@ class TierSpeed:
     def note_silence(self, seconds: float) -> None:
         """Record that a lookup was not answered within `seconds`.
 
-        The estimate of a round trip becomes at least twice as long as that.
+        The estimate of a round trip becomes at least twice that time.
         """
         self.round_trip_s = max(self.round_trip_s, 2 * seconds)
 
     def note_transfer(self, num_bytes: float, seconds: float) -> None:
         """Record the time of a transfer. Large transfers count more than small ones.
 
-        A time that is more than twice or less than half of the expected one discards all earlier
-        ones.
+        A time of more than twice or less than half of the expected one discards all earlier
+        transfers.
 
         Args:
             num_bytes: bytes that have arrived.
@@ -369,12 +366,12 @@ class TierSpeed:
             expected_s = num_bytes * self._seconds / self._bytes
             is_expected = moving_s < _SURPRISE * expected_s + _TICK_S
             if not (is_expected and moving_s > expected_s / _SURPRISE - _TICK_S):
-                self._bytes = self._seconds = 0.0  # another tier than before
+                self._bytes = self._seconds = 0.0  # the tier has changed
         self._bytes = self._bytes * _DECAY + num_bytes
         self._seconds = self._seconds * _DECAY + moving_s
 
     def begin(self, num_bytes: float, now: float) -> Transfer:
-        """Queue a transfer; later transfers are estimated to wait behind it.
+        """Queue a transfer; later transfers are estimated to wait until its bytes have arrived.
 
         Args:
             num_bytes: bytes of the transfer.
@@ -415,7 +412,7 @@ class TierSpeed:
 
 @dataclass(slots=True)
 class Transfer:
-    """One fetch under way, with the byte counts that its tier's speed is measured by.
+    """One running fetch, with the byte counts for measuring the tier's speed.
 
     Attributes:
         num_bytes: bytes to transfer.
@@ -432,7 +429,7 @@ class Transfer:
     arrived_bytes: float = 0.0
 
     def whole_s(self, now: float) -> float:
-        """Return the seconds until all bytes have arrived, at the average speed until now."""
+        """Return the remaining seconds until all bytes have arrived, at the average speed."""
         took_s = now - self.began
         return took_s * (self.num_bytes / max(self.arrived_bytes, 1.0) - 1.0)
 
@@ -443,11 +440,11 @@ class Decision:
 
     Attributes:
         wait_s: seconds that the request may wait from now on; 0 to compute at once.
-        fetch_s: estimated seconds of fetching the tokens.
-        compute_s: estimated seconds of computing the tokens.
+        fetch_s: estimated seconds to fetch the tokens.
+        compute_s: estimated seconds to compute the tokens.
         reason: the reason in words, for explanations and logs.
         is_asked: False if storage is not asked at all.
-        is_try: True if the fetch measures a tier that is unknown or estimated to be slower.
+        is_try: True if the fetch measures a tier whose speed is unknown or estimated to be low.
     """
 
     wait_s: float
@@ -460,7 +457,7 @@ class Decision:
 
 @dataclass(slots=True)
 class Estimator:
-    """The rule of one node for fetching or computing, and the speeds that it compares.
+    """One node's rule for fetching or computing, and the speeds that it compares.
 
     Attributes:
         bytes_per_token: KV bytes of a token.
@@ -473,7 +470,7 @@ class Estimator:
     tier: TierSpeed = field(default_factory=TierSpeed)
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences; call only when no fetch runs."""
+        """Return violated invariants, one sentence each; call only when no fetch runs."""
         queued = self.tier.queued_bytes
         if abs(queued) < 1:
             return []
@@ -482,7 +479,7 @@ class Estimator:
     def compute_s(self, tokens: int) -> float:
         """Return the estimated seconds to compute `tokens` tokens.
 
-        While no speed is known, the estimate is that of 4,000 tokens a second, and at least 0.1 s.
+        While no speed is known: 4,000 tokens a second, and at least 0.1 s.
         """
         if not self.prefill.is_known:
             return max(tokens / _UNKNOWN_TOKENS_PER_S, _UNKNOWN_S)
@@ -494,10 +491,10 @@ class Estimator:
         """Decide whether, and for how long, a request waits for storage.
 
         Args:
-            tokens: number of the prompt's tokens that are missing on device and host.
+            tokens: number of the prompt's tokens that are on neither device nor host.
             now: seconds on the loop's clock.
             is_answered: True if storage has already confirmed that it has these tokens.
-            is_claim: True if a prefill node published the tokens for this request.
+            is_claim: True for a decode node's request, whose tokens a prefill node has computed.
 
         Returns:
             The decision. If it starts another measurement of a slow tier, the time of the next one
