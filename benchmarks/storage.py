@@ -52,7 +52,6 @@ from tierkv.clock import SystemClock
 from tierkv.storage.base import WorkerThreads
 from tierkv.storage.codec import PlainCodec, ValueIdentity
 from tierkv.storage.factory import StoreSettings, open_store
-from tierkv.storage.file import FileSettings
 from tierkv.storage.protocol import Buffer, GetItem, GetStatus, PutItem, PutStatus, Store
 from tierkv.storage.redis.store import RedisSettings
 from tierkv.transfer.storage_io import made_ahead
@@ -485,19 +484,17 @@ async def measure_file(scale: Scale) -> list[Row]:
     with tempfile.TemporaryDirectory(dir=os.environ.get("TIERKV_BENCH_DIR")) as text:
         directory = Path(text)
         (directory / "direct").mkdir()
-        settings = StoreSettings(file=FileSettings(syncs_values=False))
-        synced = StoreSettings(file=FileSettings(syncs_values=True))
+        settings = StoreSettings()
         for _ in range(scale.rounds):
             write, read = await asyncio.to_thread(direct_disk, directory / "direct", job)
             figures.setdefault("direct write", []).append(write)
             figures.setdefault("direct read", []).append(read)
             url = (directory / "store").as_uri()
-            for what, how in (("synced", synced), ("plain", settings)):
-                async with tierkv_at(url, job, slots, how) as ours:
-                    # Into new files, as the limit is measured: to write over old ones frees them.
-                    await ours.store.delete([f"v:{index}:a" for index in range(job.count)])
-                    await asyncio.to_thread(os.sync)
-                    figures.setdefault(f"{what} write", []).append(await ours.set(job))
+            async with tierkv_at(url, job, slots, settings) as ours:
+                # Into new files, as the limit is measured: to write over old ones frees them.
+                await ours.store.delete([f"v:{index}:a" for index in range(job.count)])
+                await asyncio.to_thread(os.sync)
+                figures.setdefault("plain write", []).append(await ours.set(job))
             async with tierkv_at(url, job, slots, settings) as ours:
                 figures.setdefault("warm read", []).append(await ours.get(job))
                 await asyncio.to_thread(forget_cached, directory / "store")
@@ -507,7 +504,6 @@ async def measure_file(scale: Scale) -> list[Row]:
     return [
         writes,
         row("files: put", figures["plain write"], "GB/s", against=writes),
-        row("files: put, synced", figures["synced write"], "GB/s", against=writes),
         reads,
         row("files: get, not cached", figures["cold read"], "GB/s", against=reads),
         row("files: get, cached", figures["warm read"], "GB/s", against=reads),

@@ -404,18 +404,6 @@ async def test_a_cancelled_get_ends_only_when_its_thread_is_done_with_the_buffer
         assert bytes(buffer) == b"value"
 
 
-@pytest.mark.parametrize("syncs_values", [False, True])
-async def test_values_are_flushed_to_the_disk_only_on_demand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, syncs_values: bool
-) -> None:
-    flushed: list[int] = []
-    monkeypatch.setattr(os, "fsync", flushed.append)
-    store = file_store(tmp_path, syncs_values=syncs_values)
-    async with store.running():
-        await store.put([PutItem("t:f:a:0", (b"x",)), PutItem("t:f:b:0", (b"x",), None, False)])
-    assert len(flushed) == (4 if syncs_values else 0)  # each value and its directory
-
-
 @pytest.mark.parametrize("what", ["root", "content", "writers"])
 async def test_what_somebody_removes_is_a_miss_and_made_again(tmp_path: Path, what: str) -> None:
     root = tmp_path / "store"

@@ -104,8 +104,6 @@ class ValueFiles:
         scratch: the directory of values that are being written.
         room: makes room for new values.
         clock: the clock of the machine that keeps the files, for expiry.
-        syncs: True writes each value to the disk before it is visible, and its directory entry
-            before `put` returns.
     """
 
     def __init__(
@@ -114,15 +112,12 @@ class ValueFiles:
         scratch: Scratch,
         room: Room,
         clock: Clock,
-        *,
-        syncs: bool,
     ) -> None:
         self._root = root
         self._scratch = scratch
         self._room = room
         self._clock = clock
         self.listing = Listing(root, clock)
-        self._syncs = syncs
 
     def get(self, item: GetItem) -> GetOutcome:
         """Read one value; see `Store.get_into`."""
@@ -407,8 +402,6 @@ class ValueFiles:
             if item.ttl_s is not None:
                 expires_ns = math.ceil((self._clock.wall() + item.ttl_s) * 1e9)
             os.utime(fd, ns=(int(self._clock.wall() * 1e9), expires_ns))
-            if self._syncs:
-                os.fsync(fd)
         finally:
             os.close(fd)
 
@@ -418,12 +411,6 @@ class ValueFiles:
             if item.leaves_existing and self._is_live(path):
                 return PutStatus.EXISTED
             os.rename(temporary, path)
-        if self._syncs:
-            fd = os.open(_parent(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
         return PutStatus.STORED
 
 
@@ -656,9 +643,6 @@ class FileSettings:
 
     Attributes:
         num_threads: number of threads that read, and of as many that write.
-        syncs_values: write every value to the disk before it counts as stored. Off by default: a
-            block lost in a power cut is a miss, a torn one is found by its length and checksum, and
-            with this setting 64 values of 2 MiB are written at 0.8-1.1 GB/s instead of 1.2-2.7.
         sweep_interval_s: seconds between removals of expired values, which are invisible before
             that.
         capacity_bytes: most bytes of all values; the least recently used ones are evicted. None for
@@ -668,7 +652,6 @@ class FileSettings:
     """
 
     num_threads: Fixed[int] = 4
-    syncs_values: bool = False
     sweep_interval_s: Fixed[float] = 600.0
     capacity_bytes: int | None = None
     min_free_bytes: int = 512 << 20
@@ -755,13 +738,7 @@ class FileStore(BaseStore):
                 min_free_bytes=self._settings.min_free_bytes,
                 order=Listing(self._root, self._clock).eviction_order,
             )
-            files = ValueFiles(
-                self._root,
-                scratch,
-                room,
-                self._clock,
-                syncs=self._settings.syncs_values,
-            )
+            files = ValueFiles(self._root, scratch, room, self._clock)
             beside = {
                 "tierkv-file-sweep": lambda: self._keep_sweeping(files, stop),
                 "tierkv-file-clock": lambda: self._keep_reading_clock(scratch),

@@ -34,11 +34,7 @@ USE_GRAIN_S = 60.0
 
 
 _NO_GROUP = ","
-_GOES_ON = "+"
-# 255 bytes is the limit of common file systems; encrypting ones (ecryptfs) leave 143.
-_PIECE_CHARS = 140
-# Behind a group, with the parts that go on put together.
-_ABOVE_VALUES = re.compile(r"[^/]+(/[0-9a-f]){0,2}|[^/]+(/[0-9a-f]){2}/[^/]+\+")
+_ABOVE_VALUES = re.compile(r"[^/]+(/[0-9a-f]){0,2}")
 
 
 def relative_path(name: str) -> tuple[str, ...]:
@@ -51,10 +47,10 @@ def relative_path(name: str) -> tuple[str, ...]:
         a:b         ->  a / 0 / 3 / b
         a           ->  , / 9 / c / a
 
-    A field of a name starts with a letter or digit and holds no comma, no plus and no slash. No
-    part of a path is therefore "." or "..", no two names share a path, and the store's own names
-    (which start with a dot) are never the path of a value. A leaf too long for one file name
-    continues in a directory with a plus at the end of its name.
+    A field of a name starts with a letter or digit and holds no comma and no slash. No part of a
+    path is therefore "." or "..", no two names share a path, and the store's own names (which start
+    with a dot) are never the path of a value. A name is short enough for each part to be one file
+    name.
 
     Raises:
         BadRequestError: the name is not one a store accepts.
@@ -70,24 +66,15 @@ def _path_of(name: str) -> tuple[str, ...]:
     fields = name.split(":")
     group, leaf = fields[: min(2, len(fields) - 1)], fields[min(2, len(fields) - 1) :]
     spread = f"{zlib.crc32(name.encode()) & 0xFF:02x}"
-    return (*_pieces(",".join(group) or _NO_GROUP), *spread, *_pieces(",".join(leaf)))
-
-
-def _pieces(text: str) -> list[str]:
-    if len(text) <= _PIECE_CHARS:
-        return [text]
-    cuts = [text[at : at + _PIECE_CHARS] for at in range(0, len(text), _PIECE_CHARS)]
-    return [cut + _GOES_ON for cut in cuts[:-1]] + cuts[-1:]
+    return (",".join(group) or _NO_GROUP, *spread, ",".join(leaf))
 
 
 def name_of(path: tuple[str, ...]) -> str | None:
     """Return the name of a path, the inverse of `relative_path`; None if no name has this path."""
-    text = "/".join(path).replace(_GOES_ON + "/", "")
-    parts = text.split("/")
-    if len(parts) != 4:  # noqa: PLR2004 - group, two levels of fan-out, leaf
+    if len(path) != 4:  # noqa: PLR2004 - group, two levels of fan-out, leaf
         return None
-    group = "" if parts[0] == _NO_GROUP else parts[0] + ":"
-    name = (group + parts[3]).replace(",", ":")
+    group = "" if path[0] == _NO_GROUP else path[0] + ":"
+    name = (group + path[3]).replace(",", ":")
     return name if is_name(name) and _path_of(name) == path else None
 
 
@@ -235,12 +222,8 @@ def _values(
 
 
 def _leads_to_values(path: tuple[str, ...]) -> bool:
-    """Return True if the directory `path` can be above a value.
-
-    Such a directory is one of the two levels of fan-out, or a part of a name that is too long for
-    one file name.
-    """
-    return _ABOVE_VALUES.fullmatch("/".join(path).replace(_GOES_ON + "/", "")) is not None
+    """Return True if the directory `path` can be above a value: a group or a level of fan-out."""
+    return _ABOVE_VALUES.fullmatch("/".join(path)) is not None
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:
@@ -269,10 +252,9 @@ def _may_hold(group: str, prefix: str) -> bool:
     """
     if group == _NO_GROUP:
         return True
-    if not group[0].isalnum() or _GOES_ON in group[:-1]:  # such as .writers and lost+found
+    if not group[0].isalnum():  # such as .writers
         return False
-    start = group.removesuffix(_GOES_ON) if group.endswith(_GOES_ON) else group + ","
-    start = start.replace(",", ":")
+    start = group.replace(",", ":") + ":"
     return start.startswith(prefix) or prefix.startswith(start)
 
 

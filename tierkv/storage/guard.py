@@ -206,15 +206,12 @@ class GuardedStore(StoreWrapper):
 
     async def exists(self, names: Sequence[str]) -> int:
         checked = check_names(names)
-        known = self._missing.first(checked)
-        if known == 0 and names:
+        if checked and self._missing.has(checked[0]):
             return 0
-        asked = checked if known == len(checked) else check_names(checked[:known])
         with self._missing.asking() as note_missing:
-            found = await self._ask(lambda store: store.exists(asked))
-            if found < len(asked):
-                note_missing(asked[found])
-                self._missing.ends(asked[0], found)
+            found = await self._ask(lambda store: store.exists(checked))
+            if found < len(checked):
+                note_missing(checked[found])
         return found
 
     async def present(self, names: Sequence[str]) -> list[bool]:
@@ -719,39 +716,8 @@ class NegativeCache:
         self._ttl_s = ttl_s
         self._clock = clock
         self._until: OrderedDict[str, float] = OrderedDict()  # the next to end first
-        # Questions by their first name: the index of the missing name, and the end of its time.
-        self._ends: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._asked: list[_WrittenSince] = []
         self.num_hits = 0
-
-    def first(self, names: Sequence[str]) -> int:
-        """Return the index of a name that counts as missing; `len(names)` if none is known.
-
-        To save time only two names are tested: the first one, and the one that `ends` has recorded
-        for a question with the same first name.
-        """
-        if not (names and self._until):
-            return len(names)
-        begin = names[0]
-        if self.has(begin):
-            return 0
-        end, _ = self._ends.get(begin, (0, 0.0))
-        return end if 0 < end < len(names) and self.has(names[end]) else len(names)
-
-    def ends(self, begin: str, end: int) -> None:
-        """Record which name an earlier question found missing.
-
-        Args:
-            begin: the first name of the question.
-            end: index of the missing name in the question.
-        """
-        if not self._ttl_s:
-            return
-        now = self._clock.monotonic()
-        self._ends[begin] = end, now + self._ttl_s
-        self._ends.move_to_end(begin)
-        while len(self._ends) > _MAX_MISSING or next(iter(self._ends.values()))[1] <= now:
-            self._ends.popitem(last=False)
 
     def has(self, name: str) -> bool:
         """Return True if `name` counts as missing."""

@@ -202,7 +202,10 @@ class Hub:
 Buffer = bytes | bytearray | memoryview
 
 # Names are made by `cache.keys` only; the pattern keeps out path tricks, globs, CRLF and NUL.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(?::[A-Za-z0-9][A-Za-z0-9._-]{0,127}){0,7}")
+# A file name has at most 255 bytes.
+_NAME = re.compile(
+    r"(?=.{1,250}\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,63}(?::[A-Za-z0-9][A-Za-z0-9._-]{0,127}){0,7}"
+)
 
 
 # Redis keeps deadlines in signed milliseconds and old file systems theirs in 31 bits of seconds.
@@ -212,7 +215,7 @@ _MAX_TTL_S = 10 * 365 * 86_400.0
 def is_name(name: str) -> bool:
     """Return True if stores accept `name`: 1 to 8 fields, separated by colons, without "..".
 
-    A field begins with a letter or digit and continues with letters, digits, ".", "_" and "-".
+    A name has at most 250 characters. A field begins with a letter or digit and continues with letters, digits, ".", "_" and "-".
     """
     return _NAME.fullmatch(name) is not None and ".." not in name
 
