@@ -42,12 +42,6 @@ class Supply(Protocol):
         One call at a time.
         """
 
-    async def failure(self) -> str:
-        """Ask the prefill node why it gave the ticket up; "" if it did not, or does not answer.
-
-        A call may run at the same time as `ask`.
-        """
-
 
 class PeerSource(Protocol):
     """Both sides of reading blocks from other nodes' memory.
@@ -106,10 +100,6 @@ class NoSupply:
 
     async def ask(self, prompt: Prompt) -> None:
         """Bring nothing."""
-
-    async def failure(self) -> str:
-        """Return "": there is no prefill node to ask."""
-        return ""
 
 
 class NoPeers:

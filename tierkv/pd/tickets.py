@@ -1173,7 +1173,7 @@ class TicketLedger:
         self._tickets = tickets
         self._topic = tickets.names.producer(tickets.lease.incarnation)
         self._views: OrderedDict[str, TicketView] = OrderedDict()
-        self._holds: dict[str, list[Callable[[str], None]]] = {}
+        self._holds: dict[str, list[Callable[[], None]]] = {}
         self._came = asyncio.Event()
 
     @asynccontextmanager
@@ -1198,12 +1198,12 @@ class TicketLedger:
     def num_holds(self) -> int:
         return len(self._holds)
 
-    def hold(self, ticket_id: str, release: Callable[[str], None]) -> None:
+    def hold(self, ticket_id: str, release: Callable[[], None]) -> None:
         """Register a callback for the end of a ticket.
 
         Args:
             ticket_id: id of the ticket.
-            release: called once with the ticket's failure, "" for none.
+            release: called once.
         """
         self._holds.setdefault(ticket_id, []).append(release)
 
@@ -1228,7 +1228,7 @@ class TicketLedger:
             failure: the reason.
         """
         self._change(ticket_id, state=Standing.PRODUCER_FAILED, failure=failure)
-        self._release_holds(ticket_id, failure or "it failed")
+        self._release_holds(ticket_id)
 
     def published(self, ticket: Ticket) -> None:
         """Record that a ticket was written."""
@@ -1254,9 +1254,9 @@ class TicketLedger:
         if ticket_id in self._views:
             self._views[ticket_id] = msgspec.structs.replace(self._views[ticket_id], **fields)
 
-    def _release_holds(self, ticket_id: str, failure: str = "") -> None:
+    def _release_holds(self, ticket_id: str) -> None:
         for release in self._holds.pop(ticket_id, ()):
-            release(failure)
+            release()
 
     def _waiting(self) -> list[TicketView]:
         return [view for view in self._views.values() if view.state is Standing.WHOLE]
