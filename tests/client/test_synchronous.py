@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from aiohttp import web
 
 from tests.api.nodes import here
 from tests.client.scripted import says, scripted
@@ -20,6 +21,8 @@ from tierkv.errors import BadRequestError
 from tierkv.http.bodies import EVENT_STREAM
 
 T = TypeVar("T")
+
+_TOKENS = b'event: tokens\ndata: {"tokens":[97],"text":"a"}\n\n'
 
 
 async def in_thread(work: Callable[[], T]) -> T:
@@ -57,18 +60,29 @@ async def test_many_threads_share_a_client() -> None:
         assert await in_thread(work) == list(range(1, 65))
 
 
-async def test_leaving_a_stream_early_ends_the_work_of_the_node() -> None:
-    async with here() as on:
-        url = on.client.url
+async def test_leaving_a_stream_early_closes_its_connection() -> None:
+    left = asyncio.Event()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM})
+        await response.prepare(request)
+        await response.write(_TOKENS)
+        try:
+            await asyncio.Event().wait()
+        finally:  # the end of the connection cancels the handler
+            left.set()
+        return response
+
+    async with scripted(endless) as node:
 
         def work() -> Client:
-            client = Client(url)
-            with client.stream_generate(GenerateBody(prompt="a", max_tokens=900)) as stream:
+            client = Client(node.url)
+            with client.stream_generate(GenerateBody(prompt="a")) as stream:
                 next(iter(stream))
             return client
 
         client = await in_thread(work)
-        await until(lambda: on.node.num_working == 0, "the end of the work")
+        await until(left.is_set, "the end of the connection, with the client still open")
         await in_thread(client.close)
 
 
@@ -107,8 +121,7 @@ async def test_a_stream_that_is_over_says_so_however_often_it_is_read() -> None:
 
 
 async def test_a_stream_that_failed_raises_that_however_often_it_is_read() -> None:
-    event = b'event: tokens\ndata: {"tokens":[97],"text":"a"}\n\n'
-    async with scripted(says(event, EVENT_STREAM)) as node:
+    async with scripted(says(_TOKENS, EVENT_STREAM)) as node:
 
         def work() -> None:
             with (
