@@ -9,8 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.adapters.test_transformers_cache import ALL, LENGTH, MIB, generate, plain
-from tests.adapters.tiny import prompt_of, rows_of
+from tests.adapters.test_transformers_cache import (
+    ALL,
+    LENGTH,
+    MIB,
+    generate,
+    plain,
+    prompt_of,
+    rows_of,
+)
 from tierkv.adapters.transformers import TierKVCache
 
 

@@ -97,6 +97,7 @@ async def test_a_node_gives_the_tokens_of_transformers_computed_and_from_every_t
         assert stored.matched.storage_tokens >= LENGTH // BLOCK * BLOCK
 
 
+@pytest.mark.promise("A prefill and a decode node generate the tokens of transformers alone.")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_prefill_and_a_decode_node_over_redis_give_the_tokens_of_one(kind: str) -> None:
     prompt = varied_prompt(kind, LENGTH, NEW)

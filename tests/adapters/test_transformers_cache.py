@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import subprocess
@@ -36,7 +37,6 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from tests.adapters.tiny import ARGUMENT, BLOCK, Rows, llama, prompt_of, rows_of
 from tests.latch import EVERY, CopyLatch
 from tests.redis_proxy import proxy_on_a_thread
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
@@ -57,34 +57,48 @@ from tierkv.sched.worth import FetchPolicy
 __all__ = ["empty_redis", "module_redis"]
 
 ROOT = Path(__file__).parents[2]
+BLOCK = 64
+# Newer versions of transformers call it `cache`, and warn of the other name.
+ARGUMENT = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(LlamaForCausalLM.forward).parameters
+)
+Rows = list[np.ndarray]
 LENGTH, NEW = 200, 12  # three full blocks and a tail of 8
 ALL = FetchPolicy.WAIT_COMPLETE  # a tiny model computes faster than a store answers
 MIB = 1 << 20
 
 
 def tiny(kind: str, dtype: torch.dtype, attention: str) -> Any:
-    """A random model of this kind; the same weights in every process."""
+    """Return a random model of this kind; its weights are the same in every process."""
+    torch.manual_seed(7)
+    torch.set_num_threads(1)
+    common = {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "max_position_embeddings": 1024,
+        "initializer_range": 0.3,  # so that the logits depend on the context
+    }  # fmt: skip
     if kind == "llama":
-        model = llama(dtype)
+        model: Any = LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=2))
+    elif kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**common, num_key_value_heads=2, head_dim=16))
     else:
-        torch.manual_seed(7)
-        common = {
-            "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-            "num_attention_heads": 8, "max_position_embeddings": 1024, "initializer_range": 0.3,
-        }  # fmt: skip
-        if kind == "qwen3":
-            config = Qwen3Config(**common, num_key_value_heads=2, head_dim=16)
-            model = Qwen3ForCausalLM(config).to(dtype).eval()
-        else:
-            config = DeepseekV3Config(
-                **common, num_key_value_heads=8, moe_intermediate_size=16, n_routed_experts=4,
-                n_group=1, topk_group=1, num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16,
-                qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=10, first_k_dense_replace=1,
-            )  # fmt: skip
-            model = DeepseekV3ForCausalLM(config).to(dtype).eval()
+        config = DeepseekV3Config(
+            **common, num_key_value_heads=8, moe_intermediate_size=16, n_routed_experts=4,
+            n_group=1, topk_group=1, num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16,
+            qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=10, first_k_dense_replace=1,
+        )  # fmt: skip
+        model = DeepseekV3ForCausalLM(config)
+    model = model.to(dtype).eval()
     model.set_attn_implementation(attention)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     return model
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 512, length).tolist()
+    return tokens
 
 
 def plain() -> Any:
@@ -102,6 +116,12 @@ def generate(model: Any, prompt: Sequence[int], new: int = NEW, **more: Any) -> 
 def forward(model: Any, cache: DynamicCache, tokens: Sequence[int]) -> None:
     with torch.no_grad():
         model(input_ids=torch.tensor([list(tokens)]), use_cache=True, **{ARGUMENT: cache})
+
+
+def rows_of(cache: DynamicCache) -> Rows:
+    """Return the KV bytes by plane, uint8 [heads, tokens, bytes]."""
+    states = [one for layer in cache.layers for one in (layer.keys, layer.values)]
+    return [one[0].contiguous().view(torch.uint8).numpy().copy() for one in states]
 
 
 def rows_alone(model: Any, pieces: Sequence[Sequence[int]], known: int = 0) -> Rows:

@@ -1,4 +1,4 @@
-"""Caches for Hugging Face transformers, whose prefixes outlive a call of `generate`.
+"""A cache for Hugging Face transformers, whose prefixes outlive a call of `generate`.
 
 `TierKVCache` is passed as `past_key_values`. It owns device memory for one sequence. The blocks are
 contiguous there, so that attention reads loaded blocks in place:
@@ -9,10 +9,6 @@ contiguous there, so that attention reads loaded blocks in place:
                 layer.update        waits for this layer's load, appends, returns a view
                 settle              after a failed load: runs the model on the lost tokens
              -> end                 new blocks are copied to the host and stored in the background
-
-`PagedCache` is for engines. It converts between the form of transformers, one growing tensor
-[batch, heads, tokens, dim] per layer, and tierkv's blocks of [block_size, heads, dim] at the places
-that a block table names.
 """
 
 from __future__ import annotations
@@ -41,7 +37,6 @@ from transformers import (
     Cache,
     DynamicCache,
     GenerationMixin,
-    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -61,8 +56,7 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.gpu.protocol import Device
-from tierkv.gpu.protocol import Planes as DevicePlanes
+from tierkv.gpu.protocol import Device, Planes
 from tierkv.observe import Stats
 from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.memory import EnginePlanes
@@ -75,187 +69,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-Planes = Sequence[npt.NDArray[np.uint8]]
-Ids = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Shape of a layer's keys or values for one token: [heads, dim].
-
-    Attributes:
-        role: "key" or "value".
-        heads: number of KV heads.
-        dim: number of elements of a head.
-    """
-
-    role: str
-    heads: int
-    dim: int
-
-
-class PagedCache:
-    """Conversion between the transformers caches of one model and blocks of `block_size` tokens.
-
-    Args:
-        config: the model's configuration.
-        block_size: tokens of a block.
-        dtype: type of the cached tensors, usually the model's.
-
-    Attributes:
-        dtype: type of the cached tensors.
-        layout: the planes of a block: for each layer one of keys and one of values.
-
-    Raises:
-        LayoutError: a layer of the model does not keep keys and values of every token (sliding
-            windows, linear attention).
-    """
-
-    def __init__(self, config: PretrainedConfig, *, block_size: int, dtype: torch.dtype) -> None:
-        self._config = config.get_text_config(decoder=True)
-        self._shapes = _shapes(self._config)
-        self.dtype = dtype
-        kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-        if kinds != {DynamicLayer}:
-            names = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise LayoutError(
-                f"only layers of full attention can be cached, and this model has {names}: "
-                "use another model, or generate without this cache"
-            )
-        self.layout = Layout(
-            block_size,
-            tuple(
-                Plane(layer, shape.role, _name(dtype), width * block_size, width)
-                for layer in range(self._config.num_hidden_layers)
-                for shape in self._shapes
-                for width in (shape.heads * shape.dim * dtype.itemsize,)
-            ),
-        )
-
-    def fingerprint(self, model: str, *, revision: str = "", tenant: str = "") -> Fingerprint:
-        """Return the fingerprint of this cache's blocks: only caches with equal ones share blocks.
-
-        Args:
-            model: name of the model.
-            revision: name of the model's weights.
-            tenant: name of the owner of the blocks.
-        """
-        return Fingerprint(
-            model, self.layout, revision=revision, weight_dtype=_name(self.dtype), tenant=tenant
-        )
-
-    def load(self, planes: Planes, block_table: Ids, num_tokens: int) -> DynamicCache:
-        """Return a copy of a prompt's blocks as a transformers cache of batch size 1.
-
-        Args:
-            planes: the device tier's planes, uint8 [num_blocks, block_bytes] each.
-            block_table: int32 [n], block ids of the prompt in order.
-            num_tokens: number of tokens to copy, from the first on.
-        """
-        cache = DynamicCache(config=self._config)
-        if not num_tokens:
-            return cache
-        rows = self._rows(block_table, 0, num_tokens)
-        for layer in range(self._config.num_hidden_layers):
-            pair = []
-            for at, shape in enumerate(self._shapes, start=layer * len(self._shapes)):
-                found = torch.from_numpy(self._by_token(planes, at)[rows])
-                states = found.view(self.dtype).reshape(num_tokens, shape.heads, shape.dim)
-                pair.append(states.transpose(0, 1).unsqueeze(0).contiguous())
-            cache.update(*pair, layer)
-        return cache
-
-    def store(
-        self, cache: DynamicCache, planes: Planes, block_table: Ids, start: int, stop: int
-    ) -> None:
-        """Copy tokens [start, stop) of a transformers cache of batch size 1 into a prompt's blocks.
-
-        Args:
-            cache: the cache with the tokens.
-            planes: the device tier's planes, uint8 [num_blocks, block_bytes] each.
-            block_table: int32 [n], block ids of the prompt in order.
-            start: position of the first token to copy.
-            stop: position after the last token to copy.
-
-        Raises:
-            LayoutError: the cache is not of this model or dtype, or has fewer tokens; nothing was
-                copied.
-        """
-        sources = [self._bytes(cache, at, start, stop) for at in range(len(self.layout.planes))]
-        rows = self._rows(block_table, start, stop)
-        for at, source in enumerate(sources):
-            self._by_token(planes, at)[rows] = source
-
-    def _bytes(
-        self, cache: DynamicCache, plane: int, start: int, stop: int
-    ) -> npt.NDArray[np.uint8]:
-        """Return tokens [start, stop) of one plane as bytes, uint8 [stop - start, token_bytes].
-
-        Args:
-            cache: the cache to read.
-            plane: number of the plane in the layout: a layer's keys or values.
-            start: position of the first token.
-            stop: position after the last token.
-
-        Raises:
-            LayoutError: the cache has other shapes, another dtype or fewer tokens.
-        """
-        layer, which = divmod(plane, len(self._shapes))
-        shape = self._shapes[which]
-        states = _states(cache, layer)[which]
-        expected = (1, shape.heads, states.shape[2], shape.dim)
-        if tuple(states.shape) != expected or states.dtype != self.dtype:
-            raise LayoutError(
-                f"layer {layer} {shape.role}: the cache has {tuple(states.shape)} of "
-                f"{_name(states.dtype)}, but the layout needs {expected} of "
-                f"{_name(self.dtype)}"
-            )
-        if not 0 <= start <= stop <= states.shape[2]:
-            raise LayoutError(
-                f"tokens {start} to {stop} cannot be read from a cache of {states.shape[2]} tokens"
-            )
-        tokens = states[0, :, start:stop].detach().transpose(0, 1).cpu().contiguous()
-        flat: npt.NDArray[np.uint8] = (
-            tokens.reshape(stop - start, shape.heads * shape.dim).view(torch.uint8).numpy()
-        )
-        return flat
-
-    def _rows(self, block_table: Ids, start: int, stop: int) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """Return for each token in [start, stop) the id of its block and its place in the block."""
-        blocks, places = np.divmod(np.arange(start, stop), self.layout.block_size)
-        return block_table[blocks], places
-
-    def _by_token(self, planes: Planes, plane: int) -> npt.NDArray[np.uint8]:
-        """Return a view of plane number `plane`, uint8 [num_blocks, block_size, token_bytes]."""
-        array = planes[plane]
-        return array.reshape(array.shape[0], self.layout.block_size, -1)
-
-
-def _shapes(config: PretrainedConfig) -> tuple[_Shape, _Shape]:
-    """Return the shapes of keys and values that the model caches per token.
-
-    For multi-head latent attention, transformers 5 keeps the latent as the key and the rotary part
-    as the value; `PagedCache.store` refuses any other form.
-    """
-    if getattr(config, "kv_lora_rank", None):
-        return _Shape("key", 1, config.kv_lora_rank), _Shape("value", 1, config.qk_rope_head_dim)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return _Shape("key", heads, dim), _Shape("value", heads, dim)
-
-
-def _states(cache: DynamicCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if layer >= len(cache.layers) or not cache.layers[layer].is_initialized:
-        raise LayoutError(f"the cache has no keys and values of layer {layer}: run the model first")
-    return cache.layers[layer].keys, cache.layers[layer].values
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# A cache to pass as `past_key_values`
 
 FORMAT = "transformers v1"  # how the bytes of a block lie
 _ALIGNMENT = 512
@@ -329,6 +142,10 @@ class PromptHit:
 
 
 _NO_HIT = PromptHit()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -1563,7 +1380,7 @@ def _stream_of(device: torch.device) -> int:
     return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
 
 
-def _adopted(device: Device, layout: Layout, room: _DeviceRoom) -> DevicePlanes:
+def _adopted(device: Device, layout: Layout, room: _DeviceRoom) -> Planes:
     if room.planes[0].device.type == "cpu":
         return EnginePlanes(layout, [plane.numpy() for plane in room.planes])
     from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - only where there is a GPU
