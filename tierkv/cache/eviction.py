@@ -1,7 +1,7 @@
 """The order of eviction: leaves of the radix tree before their parents, leaves by a policy.
 
-The write rules of the tiers are here too: when a block is copied to the tier below, early or as it
-is evicted.
+The write rules of the tiers are here too: they say whether a block is copied to the tier below
+early, when it is evicted, or never.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tierkv.errors import ConfigError
 
 _AGE_BITS: Final = 48  # bits of a rank for the tick of the last use: 2.8e14 uses
 _SMALL_SHARE = 0.1  # share of the tier for S3-FIFO's small queue, as in the paper
-SOFT_PIN: Final = 1 << 120  # added to the rank of a softly pinned node, which is evicted last
-# Rank, a number that no other entry has, the run.
+SOFT_PIN: Final = 1 << 120  # added to the rank of a softly pinned node, so that it is evicted last
+# The node's rank, a number that no other entry has, and the node.
 Entry = tuple[int, int, TreeNode]
 _FEW_ENTRIES: Final = 64
 _READY: Final = CopyState.READY
@@ -27,14 +27,14 @@ _READY: Final = CopyState.READY
 
 class WritePolicy(Enum):
     NONE = "none"  # never
-    WRITE_THROUGH = "write_through"  # as soon as the block is whole
+    WRITE_THROUGH = "write_through"  # as soon as the block is computed
     SELECTIVE = "write_through_selective"  # once it has been matched `after_hits` times
     WRITE_BACK = "write_back"  # when it is evicted; its slot is reused only after the copy is done
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRule:
-    """The rule for the time at which a tier's blocks are copied to the tier below.
+    """The rule that says when a tier's blocks are copied to the tier below.
 
     Attributes:
         policy: the kind of rule.
@@ -49,7 +49,7 @@ class WriteRule:
             raise ConfigError(f"after_hits must be at least 1, not {self.after_hits}")
 
     def writes_now(self, hits: int) -> bool:
-        """Return whether a block with `hits` matches should have been copied by now."""
+        """Return whether a block with `hits` matches is to be copied before its eviction."""
         if self.policy is WritePolicy.SELECTIVE:
             return hits >= self.after_hits
         return self.policy is WritePolicy.WRITE_THROUGH
@@ -68,7 +68,7 @@ class Victim(NamedTuple):
     """Copies of blocks [start, stop) of one node that are to be evicted from a tier.
 
     Attributes:
-        node: a node that no lease protects.
+        node: a node without leases.
         start: index of the first block within the node.
         stop: index after the last block within the node.
     """
@@ -81,29 +81,27 @@ class Victim(NamedTuple):
 class EvictionOrder:
     """The order in which one tier's blocks are evicted.
 
-    Candidates are nodes that no lease protects and that have no child with a copy on this tier. The
-    queue is lazy: `offer` adds an entry whenever a node may have become a candidate, and outdated
-    entries are skipped when they come up. Entries that arrive in the order of their rank, as nearly
-    all do under LRU, wait in `_line`, O(1) each; the rest in `_heap`, O(log n). Nothing scans the
-    tree.
+    Candidates are nodes without leases and without a child that has a copy on this tier. The queue
+    is lazy: `offer` adds an entry whenever a node may have become a candidate, and outdated entries
+    are skipped later. Entries that come in the order of their rank, nearly all under LRU, are in
+    `_line`, O(1) each; other entries are in `_heap`, O(log n). No call scans the tree.
 
     Args:
         tier: the tier: device or host.
         policy: ranks the candidates; None for LRU.
 
     Attributes:
-        num_unheld: number of copies in nodes that no lease protects; all of them can be evicted.
-        memory: the policy, if it keeps a history of its own (see `EvictionPolicy`); None for the
-            others.
+        num_unheld: number of copies in nodes without leases; all of them can be evicted.
+        memory: the policy, if it keeps a history of its own (see `EvictionPolicy`); else None.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy | None = None) -> None:
         self.tier = tier
         self.policy = policy or Lru()
-        self.num_unheld = 0  # copies in nodes without holders: all of them can be evicted
+        self.num_unheld = 0
         self._line: deque[Entry] = deque()  # ascending
         self._heap: list[Entry] = []
-        self._newest: dict[int, Entry] = {}  # by uid: the only entry of a node that is valid
+        self._newest: dict[int, Entry] = {}  # by uid of the node: its only valid entry
         self._max_queued = _FEW_ENTRIES  # with more entries, outdated ones are removed
         self._num_pushed = 0
         # LRU's rank is read from the node directly, which saves a call.
@@ -116,7 +114,7 @@ class EvictionOrder:
             copies, children = node.host, node.children_on_host
         else:
             copies, children = node.device, node.children_on_device
-        # Never a root, which has no copies.
+        # A root has no copies and is never a candidate.
         return not (node.holders or children or copies is None or not copies.num_present)
 
     def rank(self, node: TreeNode) -> int:
@@ -157,7 +155,7 @@ class EvictionOrder:
             self._drop_stale()
 
     def _drop_stale(self) -> None:
-        """Remove outdated entries; called when the entries have doubled since the last call."""
+        """Remove outdated entries, and set the number of entries at which to do it again."""
         self._line = deque(sorted(self._newest.values()))
         self._heap = []
         self._max_queued = 2 * len(self._line) + _FEW_ENTRIES
@@ -181,20 +179,18 @@ class EvictionOrder:
             self.memory.forget(node)
 
     def leaf_to_go(self, max_blocks: int, rule: WriteRule) -> Segment | None:
-        """Return the next blocks to evict, if the eviction needs no plan; a fast path.
+        """Return the next blocks to evict, if nothing must be copied first; a fast path.
 
-        No plan is needed for the last blocks of a leaf without copies on the other tier, if the
-        rule copies nothing at eviction and the policy keeps no history. (Under a policy with a
-        history, a node enters the queue once its children are evicted one by one, while a plan
-        evicts node and children together.)
+        The blocks are the last ones of a leaf without copies on the other tier. The rule must copy
+        nothing at eviction, and the policy must keep no history.
 
         Args:
-            max_blocks: most blocks to evict, at least 1.
+            max_blocks: upper limit of the number of blocks, at least 1.
             rule: the rule for copies to the tier below.
 
         Returns:
-            The blocks, as a node and a range within it; None if a plan is needed, or nothing can be
-                evicted.
+            The blocks, as a node and a range within it; None if nothing can be evicted, or only by
+                `planner.plan_eviction`.
         """
         if rule.policy is WritePolicy.WRITE_BACK or self.memory is not None:
             return None
@@ -211,18 +207,18 @@ class EvictionOrder:
     def victims(self, count: int) -> list[Victim]:
         """Return the next `count` copies to evict, the last blocks of the first leaf first.
 
-        The call changes nothing.
+        The call changes nothing. The result has fewer copies if no more can be evicted.
         """
         victims: list[Victim] = []
         tier = self.tier
-        chosen: list[Entry] = []  # removed from the queue, and put back at the end
-        virtual: list[Entry] = []  # parents with all children chosen already
+        chosen: list[Entry] = []  # removed from the queue now, put back at the end of the call
+        virtual: list[Entry] = []  # parents whose children are all chosen already
         gone_children: dict[int, int] = {}
         while count > 0 and (entry := self._first(virtual)) is not None:
             node = entry[2]
             copies = node.copies[tier]
             present = copies.num_present
-            if copies.uniform is _READY:  # as nearly all are
+            if copies.uniform is _READY:  # the usual case
                 stop = copies.num_blocks
                 start = stop - count if count < stop else 0
                 victims.append(Victim(node, start, stop))
@@ -234,7 +230,7 @@ class EvictionOrder:
                     count -= stop - start
                     present -= stop - start
             if present and count <= 0:
-                break  # only some of its blocks are victims: the node stays the first
+                break  # only some of the node's blocks are victims, so it stays the first
             if virtual and virtual[0] is entry:
                 heapq.heappop(virtual)
             else:
@@ -263,7 +259,7 @@ class EvictionOrder:
         return entry
 
     def _top(self) -> Entry | None:
-        """Return the first entry of the queue, after dropping outdated entries before it."""
+        """Return the first entry of the queue that is not outdated."""
         line, heap, newest = self._line, self._heap, self._newest
         while line or heap:
             entry = line[0] if line else heap[0]
@@ -284,13 +280,12 @@ class EvictionOrder:
         return None
 
     def _pop(self, entry: Entry) -> Entry:
-        """Remove and return `entry`, which is the first of the queue."""
         if self._line and self._line[0] is entry:
             return self._line.popleft()
         return heapq.heappop(self._heap)
 
     def findings(self, nodes: list[TreeNode]) -> list[str]:
-        """Return violated invariants as sentences, where `nodes` are all nodes of the tree."""
+        """Return violated invariants, one sentence each; `nodes` are all nodes of the tree."""
         wrong = []
         unheld = sum(n.copies[self.tier].num_present for n in nodes if n.holders == 0)
         if unheld != self.num_unheld:
@@ -314,7 +309,7 @@ class EvictionOrder:
 
 
 class EvictionPolicy:
-    """The order in which leaves are evicted; leaves go before their parents under every policy.
+    """The order in which leaves are evicted. Under every policy, parents follow their children.
 
     The leaf with the lowest rank, an integer, is evicted first.
 
@@ -326,7 +321,7 @@ class EvictionPolicy:
     has_memory = False
 
     def rank(self, node: TreeNode) -> int:
-        """Return the rank of a node that no lease protects; the lowest is evicted first.
+        """Return the rank of a node without leases; the node with the lowest rank is evicted first.
 
         Returns:
             The rank, at least 0 and below SOFT_PIN.
@@ -337,18 +332,17 @@ class EvictionPolicy:
         raise NotImplementedError
 
     def spares(self, node: TreeNode) -> bool:  # noqa: ARG002
-        """Let the policy keep the node that is next to be evicted, by giving it another rank.
+        """Give the node that would be evicted next another rank, if the policy wants to keep it.
 
-        Another node may then be next. A second call for the same node without a match between them
-        returns False.
+        A second call for the same node returns False, unless the node was matched in between.
 
         Returns:
-            True if the rank has changed.
+            True if the rank has changed. Another node may then be next.
         """
         return False
 
     def queued(self, node: TreeNode) -> list[TreeNode]:  # noqa: ARG002
-        """Record that `node` can be evicted; return the nodes with a changed rank."""
+        """Record that `node` can be evicted; return the nodes whose rank this has changed."""
         return []
 
     def evicted(self, node: TreeNode) -> None:
@@ -358,19 +352,19 @@ class EvictionPolicy:
         """Forget a node that has left the tree."""
 
     def resized(self, capacity: int) -> list[TreeNode]:  # noqa: ARG002
-        """Adapt to a tier of `capacity` blocks; return the nodes with a changed rank."""
+        """Adapt to a tier of `capacity` blocks; return the nodes whose rank this has changed."""
         return []
 
 
 class Lru(EvictionPolicy):
-    """Policy: least recently used first."""
+    """Policy: the least recently used leaf first."""
 
     def rank(self, node: TreeNode) -> int:
         return node.last_used
 
 
 class Lfu(EvictionPolicy):
-    """Policy: least often matched first, and among equals the least recently used."""
+    """Policy: the least often matched leaf first; with equal matches, the least recently used."""
 
     def rank(self, node: TreeNode) -> int:
         return (node.hits << _AGE_BITS) + node.last_used
@@ -379,15 +373,15 @@ class Lfu(EvictionPolicy):
 class S3Fifo(EvictionPolicy):
     """Policy S3-FIFO (Yang et al., 2023): a small queue, a main queue, and a history of evictions.
 
-    Its units are nodes of the tree. A new node enters the small queue. There a node without a match
-    is evicted, and one with a match moves to the main queue. A node that was evicted lately enters
-    the main queue at once.
+    The queues hold nodes of the tree. A new node enters the small queue; a node that was matched
+    before, or evicted recently, enters the main queue. When a node is the next to be evicted and
+    was matched since it was queued, it moves to the end of the main queue instead.
 
     Args:
         capacity: blocks of the tier.
 
     Attributes:
-        max_small: most blocks in the small queue.
+        max_small: largest number of blocks in the small queue.
     """
 
     has_memory = True
@@ -395,7 +389,9 @@ class S3Fifo(EvictionPolicy):
     def __init__(self, capacity: int) -> None:
         self.max_small = self._max_ghosts = 1
         self._places: dict[int, _Place] = {}
-        self._small: OrderedDict[int, TreeNode] = OrderedDict()  # within their share, oldest first
+        self._small: OrderedDict[int, TreeNode] = (
+            OrderedDict()
+        )  # at most `max_small` blocks, oldest node first
         self._small_blocks = 0
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._count = 0
@@ -410,7 +406,7 @@ class S3Fifo(EvictionPolicy):
 
     def rank(self, node: TreeNode) -> int:
         place = self._places.get(node.uid)
-        if place is None:  # never queued: a parent that has just lost its last child
+        if place is None:  # a parent that has just lost its last child and was not queued yet
             return _Queue.MAIN << _AGE_BITS
         return (place.queue << _AGE_BITS) + place.number
 
@@ -428,8 +424,7 @@ class S3Fifo(EvictionPolicy):
     def _overflow(self) -> list[TreeNode]:
         """Move the oldest nodes out of the small queue until the rest is within its share.
 
-        Returns:
-            The moved nodes, which are evicted before all others.
+        Returns the moved nodes, which are evicted before all others.
         """
         fallen = []
         while self._small_blocks > self.max_small and len(self._small) > 1:
@@ -440,9 +435,9 @@ class S3Fifo(EvictionPolicy):
         return fallen
 
     def spares(self, node: TreeNode) -> bool:
-        """Return whether the next node was matched since it was queued; if so, move it.
+        """Move the next node to the end of the main queue if it was matched since it was queued.
 
-        Such a node moves to the end of the main queue.
+        Returns True if it was moved.
         """
         place = self._places.get(node.uid)
         if place is None or node.hits <= place.seen_hits:
@@ -489,7 +484,7 @@ class _Place:
 
 
 def _ghost(node: TreeNode) -> int:
-    """Return a hash of a node's place and first block, by which it is recognised after eviction."""
+    """Return a hash of a node's position and key, by which it is recognized after eviction."""
     return hash((node.space.name, node.start, node.key))
 
 
@@ -501,7 +496,7 @@ class EvictionKind(Enum):
     S3FIFO = "s3fifo"
 
 
-# Of the device and of the host.
+# The policies of the device and of the host.
 EvictionKinds = tuple[EvictionKind, EvictionKind]
 
 

@@ -1,6 +1,7 @@
-"""Groups of an engine's layers, and the blocks that each group needs for a number of tokens.
+"""KV cache groups: an engine's layers by layout and by the blocks that they need.
 
-All layers of a group share a layout, a block size, and one of these rules:
+All layers of a group share a layout, a block size, and one of these rules for a number of first
+tokens that the engine wants to use:
 
 full attention     every block before a length, the last one perhaps in part
 sliding window     only the blocks that hold the last tokens before a length
@@ -21,14 +22,14 @@ from tierkv.cache.layout import Layout
 from tierkv.cache.node import BlockPool
 from tierkv.errors import ConfigError
 
-NO_BLOCK: Final = -1  # in a list of an engine's blocks: it has none at this place
+NO_BLOCK: Final = -1  # in a list of an engine's blocks, for a position without a block
 
 
 class GroupKind(Enum):
-    """The rule of which blocks a group of layers needs for a number of tokens.
+    """The rule that says which blocks a cache group needs for a number of first tokens.
 
-    The text is part of every key of an engine, unless its only group is FULL: see
-    `embed.host_side.whole_fingerprint`. Code with a case for each kind: `CacheGroup` and
+    The member's text is part of every key of an engine, unless FULL is its only group (see
+    `embed.host_side.whole_fingerprint`). Code with a case for each kind: `CacheGroup` and
     `main_group` here, `embed/group_tier.py`, `embed/host_side.py`, `embed/engine_cache.py`,
     `adapters/vllm_connector.py`, and `_KIND` in `service/kv_events.py`, by the member's name.
     """
@@ -39,7 +40,7 @@ class GroupKind(Enum):
 
 
 class TokensAt(Protocol):
-    """The number of leading tokens that a group's block has, by the block's position."""
+    """A function from a block's position to the number of its first tokens that are cached."""
 
     def __len__(self) -> int: ...
 
@@ -48,15 +49,15 @@ class TokensAt(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One group of an engine's layers.
+    """One KV cache group: layers of an engine with a common layout and rule of needed blocks.
 
     Attributes:
-        layout: layout of a block, block size included. The block size of a state (a recurrent
-            layer's) is the number of tokens between two saved states.
-        kind: the rule of which blocks are needed.
-        window: number of tokens before a length that are needed; only for a sliding window.
-        share: share of the host memory, between 0 and 1. None for a share by bytes per token: then
-            every group holds as many tokens, and none alone limits the matches.
+        layout: layout of a block, block size included. The block size of a recurrent layer's state
+            is the number of tokens between two saved states.
+        kind: the rule of needed blocks.
+        window: number of last tokens that are needed; only for a sliding window.
+        share: share of the host memory, between 0 and 1. None for a share by bytes per token, with
+            which every group holds equally many tokens.
     """
 
     layout: Layout
@@ -89,7 +90,7 @@ class CacheGroup:
 
         Args:
             num_tokens: number of first tokens that the engine wants to use.
-            have_tokens: number of first tokens that the engine has already.
+            have_tokens: number of first tokens whose blocks the engine has already.
 
         Returns:
             The positions, which may be empty.
@@ -107,16 +108,16 @@ class CacheGroup:
 
     @property
     def has_prefixes(self) -> bool:
-        """True if a block can serve as a shorter block of its first tokens."""
+        """True if a block also serves prompts that share only its first tokens."""
         return self.kind is not GroupKind.STATE and self.layout.has_prefixes
 
     def longest(self, limit: int, valid: TokensAt) -> int:
-        """Return the largest number of first tokens, at most `limit`, with all needed blocks.
+        """Return the largest number of first tokens, at most `limit`, with all needed blocks here.
 
         Args:
             limit: largest number of tokens.
-            valid: for each position the number of first tokens of its block that exist; for a
-                state, the distance from the last boundary to the state.
+            valid: for each block position, the number of the block's first tokens that are cached;
+                for a state, the number of tokens between the block's start and the state.
 
         Returns:
             The number of tokens, 0 to `limit`.
@@ -125,7 +126,7 @@ class CacheGroup:
         length = min(limit, len(valid) * size)
         while length > 0:
             needed = self.needed(length)
-            # From the end, but for full attention, of which every block counts at every length.
+            # From the last block to the first, except for full attention, which needs every block.
             is_full = self.kind is GroupKind.FULL
             for at in needed if is_full else reversed(needed):
                 wanted = min(length - at * size, size)
@@ -144,7 +145,7 @@ def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) ->
     """Return the largest number of first tokens for which every group has all needed blocks.
 
     Args:
-        groups: each group with its tokens at each position.
+        groups: each group, with its cached tokens by block position.
         limit: largest number of tokens to return.
 
     Returns:
@@ -159,7 +160,7 @@ def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) ->
 
 
 def as_groups(groups: Sequence[CacheGroup | Layout]) -> tuple[CacheGroup, ...]:
-    """Return the groups of an engine; a layout alone becomes one group of full attention.
+    """Return `groups` with each bare layout replaced by a group of full attention.
 
     Args:
         groups: groups or layouts, at least one.
@@ -176,7 +177,7 @@ def as_groups(groups: Sequence[CacheGroup | Layout]) -> tuple[CacheGroup, ...]:
 
 
 def main_group(groups: Sequence[CacheGroup]) -> int:
-    """Return the number of the group that defines layout and blocks of the index.
+    """Return the number of the group whose blocks are in the index (the radix tree).
 
     It is the first group of full attention, or the first group if there is none.
     """
@@ -191,7 +192,7 @@ def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
 
     Args:
         groups: the engine's groups.
-        num_bytes: host memory of all groups together.
+        num_bytes: bytes of host memory for all groups together.
 
     Returns:
         The number of slots of each group.
@@ -213,7 +214,7 @@ def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
         share = group.share
         if share is None:
             share = (1 - said) * (block_bytes / group.block_size) / per_token
-        # What is said of one group alone is exact, whatever 1.0 times a large number comes to.
+        # Exact integers for a single group, without rounding.
         slots.append(
             num_bytes // block_bytes if share == 1 else int(num_bytes * share) // block_bytes
         )
@@ -222,17 +223,17 @@ def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class FlatBlock:
-    """One block of a group outside the radix tree, with all bytes in a host slot.
+    """One cached block of a group that is not in the radix tree.
 
     Attributes:
         key: key of the block in storage.
         parent: digest of the block before it.
-        tokens: its tokens, packed int32.
+        tokens: its tokens, int32 as bytes.
         extra: digest of media that overlap the block; b"" for none.
-        position: number of the block in its prompt.
-        slot: the host slot.
-        holders: number of `hold` calls without a `release`; the block is not evicted while there
-            are any.
+        position: index of the block in its prompt.
+        slot: the host slot with its bytes.
+        holders: number of `hold` calls without a `release`; while above 0, the block is not
+            evicted.
         hits: number of times that the block was found.
         is_stored: True if the block was given to storage.
     """
@@ -249,11 +250,11 @@ class FlatBlock:
 
 
 class FlatBlocks:
-    """Blocks of one group on the host, by key.
+    """The cached host blocks of one group outside the radix tree, by key.
 
-    The radix tree needs unbroken runs from the start of a prompt. An engine saves only some blocks
-    of sliding windows and states, so these are kept here. Blocks without a holder are evicted in
-    the order of their last use. Each slot is free, allocated to a caller, or a block's.
+    The radix tree has only unbroken runs from the start of a prompt; an engine saves only some
+    blocks of sliding windows and states. Blocks without a holder are evicted in the order of their
+    last use. Each slot is free, allocated to a caller, or a block's.
 
     Args:
         name: name of the tier in error messages.
@@ -267,10 +268,10 @@ class FlatBlocks:
         self._pool = BlockPool(name, capacity)
         self._on_evict = on_evict
         self._blocks: dict[bytes, FlatBlock] = {}
-        self._unheld: OrderedDict[bytes, FlatBlock] = OrderedDict()  # the next to go first
+        self._unheld: OrderedDict[bytes, FlatBlock] = OrderedDict()  # the next one to evict first
         self._siblings: dict[tuple[bytes, bytes], dict[bytes, FlatBlock]] = {}
         self._allocated: set[int] = set()
-        self._retired: set[FlatBlock] = set()  # held, and not found any more
+        self._retired: set[FlatBlock] = set()  # excluded from lookups, still held
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -286,11 +287,11 @@ class FlatBlocks:
         return self._blocks.get(digest)
 
     def best(self, parent: bytes, tokens: bytes, extra: bytes) -> tuple[FlatBlock | None, int]:
-        """Find the block after `parent` that shares most of the leading tokens.
+        """Return the block after `parent` that shares the most leading tokens.
 
         Args:
             parent: digest of the parent block.
-            tokens: packed int32 tokens after the parent.
+            tokens: tokens after the parent, int32 as bytes.
             extra: digest of the media that overlap the block; b"" for none.
 
         Returns:
@@ -303,7 +304,7 @@ class FlatBlocks:
         return best, shared
 
     def hold(self, blocks: Iterable[FlatBlock]) -> None:
-        """Forbid eviction of the blocks until `release`."""
+        """Protect the blocks from eviction until `release`."""
         for block in blocks:
             block.holders += 1
             self._unheld.pop(block.key.digest, None)
@@ -311,7 +312,7 @@ class FlatBlocks:
     def release(self, blocks: Sequence[FlatBlock]) -> None:
         """End a `hold` of the blocks, which counts as a use.
 
-        Blocks in the order of a prompt are later evicted from the last one to the first one.
+        If `blocks` is in the order of a prompt, its last block will be evicted first.
         """
         for block in reversed(blocks):
             block.holders -= 1
@@ -323,16 +324,16 @@ class FlatBlocks:
                 self._unheld[block.key.digest] = block
 
     def use(self, digests: Sequence[bytes]) -> None:
-        """Mark the blocks of `digests` that are here as used now.
+        """Mark those of the blocks that are cached as used now.
 
-        Among them, the last block counts as the least recently used: it is evicted first.
+        The last of them is evicted first.
         """
         for digest in reversed(digests):
             if digest in self._unheld:
                 self._unheld.move_to_end(digest)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate up to `count` slots; evict blocks that no caller holds for them."""
+        """Allocate up to `count` slots, evicting blocks without a holder."""
         count = min(count, self._pool.num_free + len(self._unheld))
         while self._pool.num_free < count:
             self._evict(next(iter(self._unheld.values())))
@@ -366,7 +367,7 @@ class FlatBlocks:
         return len(self._blocks) + len(self._retired)
 
     def retire(self) -> None:
-        """Hide all blocks from lookups; blocks with a holder stay until their holders end."""
+        """Exclude all blocks from lookups; blocks with a holder stay until they are released."""
         self.forget()
         for block in list(self._blocks.values()):
             self._unlist(block)
@@ -386,7 +387,7 @@ class FlatBlocks:
             del self._siblings[_first(block)]
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences; [] if there are none."""
+        """Return violated invariants, one sentence each; [] if there are none."""
         name, blocks = self._pool.tier, self._blocks
         every = (*blocks.values(), *self._retired)
         wrong = self._pool.findings([*self._allocated, *(one.slot for one in every)])

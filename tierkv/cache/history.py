@@ -1,7 +1,4 @@
-"""A bounded history of the events by which blocks left the cache.
-
-Only explanations of misses read it.
-"""
+"""A bounded history of the events by which blocks left the cache, to explain misses."""
 
 from __future__ import annotations
 
@@ -26,17 +23,17 @@ class MissCause(Enum):
     FAILED = "the transfer failed"
 
     def __init__(self, _: str) -> None:
-        self.reason = self._name_.lower()  # of a missed token; made here, since `name` takes 0.1 us
+        self.reason = self._name_.lower()  # made once, since reading `name` takes 0.1 us
 
 
 class HistoryEvent(msgspec.Struct, frozen=True, gc=False):
-    """An event by which a block left the cache or did not reach it.
+    """An event by which a block left the cache, or did not reach it.
 
     Attributes:
         fate: the kind of event.
         tier: "device", "host" or "storage".
         at: time of the event, in seconds on the caller's clock.
-        detail: further words; "" for none.
+        detail: more about the event, in words; "" for none.
     """
 
     fate: MissCause
@@ -49,14 +46,14 @@ class HistoryEvent(msgspec.Struct, frozen=True, gc=False):
 # _BEFORE blocks before it. Different prompts get different keys without a hash of all blocks.
 _Key = int
 _BEFORE = 32  # blocks
-_MAX_BACK = 8192  # blocks before one that are looked at
-_MAX_RUNS = 3  # runs kept that begin with the same block
-_RUN_BYTES, _EXTRA_BYTES = 400, 120  # memory of a run, and of one of its extras, beside tokens
+_MAX_BACK = 8192  # number of earlier blocks at which `find` searches for a run
+_MAX_RUNS = 3  # number of runs kept that begin with the same block
+_RUN_BYTES, _EXTRA_BYTES = 400, 120  # memory of a run without its tokens, and of one of its extras
 _NO_EXTRAS: Mapping[int, bytes] = {}
 
 
 class _Run(msgspec.Struct, frozen=True, gc=False):
-    """The blocks that an event is about, as tokens.
+    """The tokens of the consecutive blocks that an event is about.
 
     Attributes:
         event: the event.
@@ -75,16 +72,7 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
     longer: tuple[_Run, ...] = ()
 
     def covers(self, prompt: Prompt, first: int, block: int) -> bool:
-        """Return whether this run has the prompt's blocks from `first` to `block`.
-
-        Args:
-            prompt: the prompt.
-            first: index of the prompt's block at which the run would begin.
-            block: index of the last block.
-
-        Returns:
-            True if the run begins with these blocks.
-        """
+        """Return whether this run begins with the prompt's blocks from `first` to `block`."""
         width = prompt.block_token_bytes
         tokens = prompt.tokens[first * width : (block + 1) * width]
         return (
@@ -98,17 +86,13 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
 
 
 class History:
-    """The newest events, at most `capacity`, and the tokens of the newest runs of blocks.
+    """The newest events, at most `capacity`, and the tokens of the newest evicted blocks.
 
-    An event takes some 240 bytes, the tokens at most `capacity_bytes`: at most 12 MB by default.
-
-    Recording costs one hash of a few blocks per run. An evicted run is found by its first block,
-    which is mostly the first block that a later match misses, or by its tokens. A full history
-    drops its older half at once, since one drop per event would cost 5 us each.
+    An event takes about 240 bytes. When the history is full, the older half is dropped.
 
     Args:
-        capacity: most events.
-        capacity_bytes: most bytes of tokens.
+        capacity: largest number of events.
+        capacity_bytes: largest number of bytes of tokens.
     """
 
     def __init__(self, capacity: int = 32_768, capacity_bytes: int = 4 << 20) -> None:
@@ -159,9 +143,6 @@ class History:
     def find(self, prompt: Prompt, block: int) -> HistoryEvent | None:
         """Return the last event of a block of `prompt`.
 
-        The call looks at all runs that begin before the block: if only the first blocks of an
-        evicted run were cached again, a match ends in the middle of that run.
-
         Args:
             prompt: the prompt.
             block: index of the block in the prompt.
@@ -180,14 +161,15 @@ class History:
         return newest
 
     def newest(self, prompt: Prompt, block: int) -> HistoryEvent | None:
-        """Return the last event of a block, or of a run that begins with it. Costs one hash.
+        """Return the last event whose first block is this one; costs one hash.
 
         Args:
             prompt: the prompt.
             block: index of the block in the prompt.
 
         Returns:
-            The event; None if none is recorded. `find` looks further.
+            The event; None if there is none. `find` also searches events whose blocks begin
+                earlier.
         """
         if not self._events:
             return None
@@ -221,7 +203,9 @@ class History:
             longer = [one for one in others if one.stop - one.start > most][:_MAX_RUNS]
             run = msgspec.structs.replace(run, longer=tuple(longer))
             self._num_bytes += sum(_RUN_BYTES + len(one.packed) for one in longer)
-        if run.packed is not self._packed:  # parts of one run are mostly evicted one after another
+        if (
+            run.packed is not self._packed
+        ):  # the tokens are shared with the run recorded before, if it is of the same node
             self._packed = run.packed
             self._num_bytes += len(run.packed)
         self._num_bytes += _RUN_BYTES + _EXTRA_BYTES * len(run.extras)
@@ -235,7 +219,7 @@ def _mark_before(node: TreeNode, first: int, width: int) -> int:
     """Return a hash of the node's block `first` and of up to _BEFORE blocks before it."""
     block, at = node.start + first, node.packed_at + first * width
     back = min(_BEFORE, block)
-    if back <= first and not node.extras:  # all that is hashed lies in the run
+    if back <= first and not node.extras:  # all hashed blocks are in this node
         return xxh3_64_intdigest(node.packed[at - back * width : at + width])
     pieces, left, part = [node.packed[node.packed_at : at + width]], back - first, node.parent
     has_extras = bool(node.extras)

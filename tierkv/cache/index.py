@@ -1,10 +1,10 @@
-"""The index of cached blocks: the radix tree, the search for a prompt's longest cached run, leases.
+"""The index of cached blocks: the radix tree, the longest cached prefix of a prompt, leases.
 
-Plain data without I/O or a clock. A node of the tree holds a run, that is, consecutive blocks; a
-lease forbids eviction of a path of the tree.
+The index is plain data without I/O or a clock. A node of the tree holds consecutive blocks, a run;
+the path to a node is a prefix of prompts. A lease protects a path from eviction.
 
 A block is in the tree while device or host has a copy, ready or incoming. A block on the device has
-all blocks before it on the device. Storage is not part of the index: it is asked by digest.
+all blocks before it on the device. Storage is not part of the index; it is asked by digest.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _BY_USE: Final = (EvictionKind.LRU, EvictionKind.LRU)
 class Spaces:
     """The roots of the tree and the eviction queues.
 
-    Each fingerprint (model, tenant, adapter ...) has a root of its own; the blocks below it are its
-    space.
+    Each fingerprint (model, tenant, adapter ...) has a root of its own. The part of the tree below
+    it is its space.
 
     Args:
         root_digest: root digest of the service's own fingerprint.
@@ -79,14 +79,14 @@ class Spaces:
         self.order = (EvictionOrder(Tier.DEVICE, device), EvictionOrder(Tier.HOST, host))
         self.own_orders: dict[str, tuple[EvictionOrder, EvictionOrder]] = {}
         self._roots: dict[str, TreeNode] = {}
-        self._retired: list[TreeNode] = []  # roots from before a `renew`, with blocks in use
+        self._retired: list[TreeNode] = []  # roots that `renew` has replaced, with blocks in use
         self.root = self.open(Space(DEFAULT, root_digest))
 
     def open(self, space: Space, kinds: EvictionKinds = _BY_USE) -> TreeNode:
         """Open a space, the part of the index for one fingerprint (model, tenant, adapter).
 
         Args:
-            space: a space with a name that is not open yet.
+            space: a space whose name is not open yet.
             kinds: eviction policies of device and host within the space's quota.
 
         Returns:
@@ -115,8 +115,8 @@ class Spaces:
     def renew(self) -> None:
         """Exclude all cached blocks from matching, by giving each space a new root.
 
-        Blocks that a lease protects stay until it ends, below their old root, which is called
-        retired. Blocks that a request computes after them are added there too.
+        Blocks with a lease stay below their old root, which is then called retired, until the lease
+        ends. Blocks that a running request computes after them are added there too.
         """
         for name, root in self._roots.items():
             if root.children or root.holders:
@@ -135,7 +135,7 @@ class Spaces:
         return [root for root in self._retired if name in (None, root.space.name)]
 
     def is_retired(self, node: TreeNode) -> bool:
-        """Return whether `renew` has excluded `node` from matching, or a node above it."""
+        """Return whether `node` is below a root that `renew` has replaced: nothing can match it."""
         if not self._retired:
             return False
         while node.parent is not None:
@@ -145,7 +145,7 @@ class Spaces:
     def set_quota(self, space: Space, quota: Quota, kinds: EvictionKinds = _BY_USE) -> None:
         """Set the quota of a space; evict nothing.
 
-        If the space had no quota before, all of its nodes are visited to queue them.
+        If the space had no quota before, the call visits all of its nodes.
 
         Args:
             space: the space.
@@ -186,10 +186,7 @@ class Spaces:
         return self._roots.get(prompt.space) or self.root_named(prompt.space)
 
     def root_named(self, name: str) -> TreeNode:
-        """Return the root of a space by the space's name.
-
-        Returns:
-            The root.
+        """Return the root of the space of this name.
 
         Raises:
             BadRequestError: no space of this name is open.
@@ -218,7 +215,10 @@ class Spaces:
         return None if own is None else own[tier]
 
     def orders(self, tier: Tier) -> list[tuple[EvictionOrder, Space | None]]:
-        """Return every eviction queue of the tier with its space, None for that of all spaces."""
+        """Return each eviction queue of the tier with its space.
+
+        None for the queue of all spaces.
+        """
         own = [(order, space) for space in self.all() if (order := self.own_order(space, tier))]
         return [(self.order[tier], None), *own]
 
@@ -229,7 +229,7 @@ class Spaces:
     def nodes(self) -> Iterator[TreeNode]:
         """Yield every node except the roots; nodes below retired roots are included.
 
-        This walks the whole tree, so only `verify` and listings use it.
+        The call walks the whole tree, so only `verify` and listings use it.
         """
         roots = [*self._roots.values(), *self.retired()]
         pending = [child for root in roots for child in root.children.values()]
@@ -239,7 +239,7 @@ class Spaces:
             yield node
 
 
-# Blocks are appended to a node without other leases while that copies little; a longer node gets a
+# Blocks are appended to a node without other leases if that copies little; a longer node gets a
 # child instead.
 _SMALL_RUN_BLOCKS: Final = 256
 _READY: Final = CopyState.READY
@@ -252,8 +252,8 @@ class Tree:
                             ├─ [b3' b4' b5']   at its end; a tail is a child with a partial block
                             └─ (tail, 5 tokens)
 
-    Every change keeps the counts of `TreeNode`, `Space` and the eviction orders right. `Index`
-    decides which changes are made.
+    Every change updates the counts of `TreeNode`, `Space` and the eviction queues. `Index` decides
+    which changes are made.
     """
 
     def __init__(self, spaces: Spaces, block_size: int) -> None:
@@ -304,12 +304,12 @@ class Tree:
             self.count_unheld(node.space, device, host)
 
     def count_unheld(self, space: Space, device: int, host: int) -> None:
-        """Add to the numbers of copies of `space` that can be evicted.
+        """Correct the numbers of copies of `space` that can be evicted.
 
         Args:
             space: the space.
-            device: number of device copies, negative if fewer can be evicted.
-            host: number of host copies, likewise.
+            device: number of device copies to add; negative to subtract.
+            host: number of host copies to add; negative to subtract.
         """
         self._order[0].num_unheld += device
         if host:
@@ -365,11 +365,11 @@ class Tree:
         slots: Ids,
         held: TreeNode,
     ) -> TreeNode:
-        """Add blocks [pos, stop), which are not in the tree yet, below the path to `node`.
+        """Add blocks [pos, stop) of a prompt, which are not in the tree yet, to the path of `node`.
 
         Args:
             tier: the tier where the blocks are ready.
-            node: a node whose path covers the first `pos` blocks.
+            node: a node whose path ends with block `pos` - 1.
             pos: index of the first new block.
             prompt: the prompt that has the blocks.
             stop: index after the last new block.
@@ -408,8 +408,8 @@ class Tree:
     def _grows_in_place(self, node: TreeNode, num_blocks: int, held: TreeNode) -> bool:
         """Return whether blocks can be appended to `node` instead of becoming a new child.
 
-        A lease of another request would protect the added blocks too, so only the caller may have
-        one; hits and soft pins of the node would count for the added blocks, so there must be none.
+        Other leases, hits and soft pins of the node would also count for the added blocks, so there
+        must be none.
         """
         return (
             node.holders == int(node is held)
@@ -438,11 +438,11 @@ class Tree:
         upper = node.behead(self._next_uid, at)
         self._next_uid += 1
         upper.holders = int(node.holders > 0)
-        parent.children[upper.key] = upper  # in the place of `node`, with its key
+        parent.children[upper.key] = upper  # replaces `node`, whose key it has
         upper.adopt(node)
         upper.children_on_device, upper.children_on_host = int(had[0]), int(had[1])
         self.offer(node)
-        if is_mixed:  # else both halves are where the run was, and neither's turn has come
+        if is_mixed:  # otherwise both halves are on the same tiers
             self._recount_halves(parent, upper, node, had)
         return upper
 
@@ -451,18 +451,14 @@ class Tree:
     ) -> None:
         """Correct the counts after a split of a node with blocks on different tiers.
 
-        Args:
-            parent: parent of the upper half.
-            upper: the new upper half.
-            lower: the node that was split.
-            had: True for each tier, device and host, on which the node had copies.
+        `had` says for device and host whether the node had copies there before the split.
         """
         is_lower, is_upper = (
             tuple(int(half.num_present(tier) > 0) for tier in TIERS) for half in (lower, upper)
         )
         upper.children_on_device, upper.children_on_host = is_lower
         for tier in TIERS:
-            # The parent counted this run once; now it has the upper half for a child.
+            # The parent has counted `node`; its child is the upper half now.
             parent.count_present(tier, is_upper[tier] - had[tier])
         self.offer(parent)
         self.offer(upper)
@@ -479,7 +475,7 @@ class Tree:
         *,
         slots: Ids | None = None,
     ) -> Ids:
-        """Apply a change to the copies of a node's blocks, and keep all counts right.
+        """Apply a change to the copies of a node's blocks, and update all counts.
 
         Args:
             tier: the tier.
@@ -503,10 +499,9 @@ class Tree:
         return had
 
     def _recount(self, tier: Tier, node: TreeNode, before: int) -> TreeNode | None:
-        """Correct the counts after the number of copies of `node` on `tier` was `before`.
+        """Update the counts of `node` on `tier`, where it had `before` copies.
 
-        Returns:
-            The node that may have become a candidate for eviction; None for none.
+        Returns the node that may have become a candidate for eviction; None for none.
         """
         after = node.num_present(tier)
         if after == before:
@@ -564,7 +559,7 @@ class Tree:
 
 def _extras_of(prompt: Prompt, start: int, stop: int) -> dict[int, bytes] | None:
     """Return the extra keys (media) of blocks [start, stop) by block; None if there are none."""
-    extras = prompt.extras  # may have many more blocks than these
+    extras = prompt.extras  # may have entries for many more blocks
     return {i: e for i in range(start, stop) if (e := extras.get(i))} or None
 
 
@@ -580,12 +575,12 @@ class PartialMatch(NamedTuple):
     """
 
     node: TreeNode
-    block: int  # counted from the prompt's start
+    block: int
     num_tokens: int
 
 
 class Match(msgspec.Struct):
-    """The longest cached run of blocks from the start of a prompt.
+    """The cached blocks at the start of a prompt.
 
     In the order of the prompt, the first `device_blocks` are on the device, the next
     `loading_blocks` are being copied there, and the next `host_blocks` are on the host only.
@@ -593,10 +588,11 @@ class Match(msgspec.Struct):
     Attributes:
         node: the node with the last matched block; the root if none matches.
         num_blocks: number of matched blocks.
-        device_blocks: blocks that are on the device.
-        loading_blocks: blocks that are being copied to the device.
-        host_blocks: blocks that are on the host only.
-        partial: a cached block that shares the first tokens of the next one; None for none.
+        device_blocks: number of blocks that are on the device.
+        loading_blocks: number of blocks that are being copied to the device.
+        host_blocks: number of blocks that are on the host only.
+        partial: a cached block that shares the first tokens of the block after these; None for
+            none.
     """
 
     node: TreeNode
@@ -608,7 +604,7 @@ class Match(msgspec.Struct):
 
 
 def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
-    """Find the longest cached run of a prompt's first tokens.
+    """Return the longest cached prefix of a prompt.
 
     Args:
         root: root of the prompt's space.
@@ -621,7 +617,7 @@ def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
     size = prompt.block_size
     node, pos = descend(root, 0, prompt, max_tokens // size)
     device, loading = pos, 0
-    if node.device.uniform is not _READY and pos:  # else the path above is, too: see `verify`
+    if node.device.uniform is not _READY and pos:  # otherwise the path above is on the device too
         device, loading = _on_device(node, pos)
     partial = None
     at = pos * size
@@ -680,14 +676,14 @@ def descend(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> tuple[TreeNo
         num_bytes = child.token_bytes
         if child.end <= stop and num_bytes >= width and not (extras or child.extras):
             run: bytes | memoryview = child.packed
-            if len(run) != num_bytes:  # there is more in it than the run: a view copies nothing
+            if len(run) != num_bytes:  # `packed` has other tokens too; a view copies nothing
                 first = child.packed_at
                 run = memoryview(run)[first : first + num_bytes]
             if startswith(run, at):
-                node, pos = child, child.end  # the whole run, as mostly
+                node, pos = child, child.end  # all blocks of the child, the usual case
                 end = pos
                 continue
-        if node.order:  # others begin with the same token
+        if node.order:  # other children begin with the same token
             child = node.child_with(tokens[at : at + width], prompt.extra(pos))
         if child is None or child.is_tail or not (n := _shared_blocks(child, pos, prompt, stop)):
             break
@@ -704,7 +700,7 @@ def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
         stop: index after the last block.
 
     Returns:
-        For each node, in the order of the path, the node and a range of blocks within it.
+        For each node, in the order of the path: the node, and a range of blocks within it.
     """
     parts: list[Segment] = []
     part: TreeNode | None = node
@@ -730,16 +726,9 @@ def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
 
 
 def _partial(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> PartialMatch | None:
-    """Find the cached block that shares most tokens with the prompt's block `pos`.
+    """Return the cached block that shares the most tokens with the prompt's block `pos`; or None.
 
-    Args:
-        node: a node whose path has the blocks before `pos`.
-        pos: index of the block in the prompt.
-        prompt: the prompt.
-        stop: number of prompt tokens that may be matched.
-
-    Returns:
-        The block; None if no block shares the first token.
+    The path to `node` has the blocks before `pos`; `stop` tokens of the prompt may be matched.
     """
     rest = prompt.tokens[pos * prompt.block_size * TOKEN_BYTES : stop * TOKEN_BYTES]
     extra = prompt.extras.get(pos, b"")
@@ -753,7 +742,7 @@ def _partial(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> PartialMatc
         return None
     keys = [first]
     if order:
-        # Among sorted byte strings the one that shares most with `rest` is next to its place.
+        # In a sorted list, the string that shares most with `rest` is next to the place of `rest`.
         place = bisect.bisect_left(order, child_key(rest, extra))
         keys += [key for key in order[max(place - 1, 0) : place + 1] if key.startswith(first)]
     found = [node.children[key] for key in keys]
@@ -766,7 +755,7 @@ _STATES: Final = tuple(CopyState)  # by value
 
 
 class Lease(msgspec.Struct, eq=False):
-    """A reference that forbids eviction of blocks [0, num_blocks) on the path to `node`.
+    """A reference that protects blocks [0, num_blocks) of the path to `node` from eviction.
 
     The lease covers all tiers.
 
@@ -812,10 +801,10 @@ class Index:
         self._tree = Tree(self.spaces, block_size)
         self._tick = 0
 
-    # Looking
+    # Lookups
 
     def match(self, prompt: Prompt, max_tokens: int | None = None) -> Match:
-        """Find the longest cached run of a prompt. The call changes nothing.
+        """Return the longest cached prefix of a prompt; changes nothing.
 
         Args:
             prompt: the prompt.
@@ -833,7 +822,7 @@ class Index:
         return longest_match(self.spaces.root_of(prompt), prompt, limit)
 
     def slots(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
-        """Return the slots of blocks [start, stop) on the path to `node`.
+        """Return the slots of blocks [start, stop) of the path to `node`.
 
         Args:
             tier: the tier.
@@ -850,7 +839,7 @@ class Index:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def is_in(self, state: CopyState, tier: Tier, node: TreeNode, start: int, stop: int) -> Mask:
-        """Return which of blocks [start, stop) on the path to `node` are in `state`.
+        """Return which of blocks [start, stop) of the path to `node` are in `state`.
 
         Args:
             state: the state.
@@ -868,7 +857,7 @@ class Index:
         return found[0] if len(found) == 1 else np.concatenate([*found, np.zeros(0, np.bool_)])
 
     def states(self, tier: Tier, node: TreeNode, start: int, stop: int) -> list[CopyState]:
-        """Return the states of blocks [start, stop) on the path to `node`.
+        """Return the states of blocks [start, stop) of the path to `node`.
 
         Args:
             tier: the tier.
@@ -911,7 +900,7 @@ class Index:
         return found
 
     def known_digests(self, node: TreeNode, stop: int) -> list[bytes]:
-        """Return the keys of the path's first blocks, as far as they were computed before.
+        """Return the keys of the path's first blocks that were computed before.
 
         Args:
             node: the end of the path.
@@ -930,7 +919,10 @@ class Index:
         return found
 
     def _compute_digests(self, part: TreeNode, parent: bytes, known: int, stop: int) -> list[bytes]:
-        """Compute and keep the keys of the node's blocks [known, stop), where `known` have keys."""
+        """Compute and keep the keys of the node's blocks [known, stop).
+
+        The first `known` have keys.
+        """
         digest = part.digests[-DIGEST_BYTES:] or parent
         if part.extras:
             more = []
@@ -943,12 +935,12 @@ class Index:
         part.digests += b"".join(more)
         return more
 
-    # Leases: what may not be evicted
+    # Leases
 
     def hold(self, node: TreeNode, num_blocks: int) -> Lease:
         """Protect the first blocks of a path from eviction, and mark the path as used now.
 
-        A node that continues beyond `num_blocks` is split, so that its rest can still be evicted.
+        A node that continues beyond `num_blocks` is split, so that its other blocks can be evicted.
 
         Args:
             node: the end of a path with at least `num_blocks` blocks.
@@ -968,7 +960,7 @@ class Index:
     def hold_as_is(self, node: TreeNode) -> Lease:
         """Protect the whole path to `node` from eviction, for a copy between tiers.
 
-        Splits no node, and does not count as a use.
+        The call splits no node, and does not count as a use.
         """
         self._tree.hold(node)
         self.num_held_leases += 1
@@ -986,16 +978,13 @@ class Index:
         self.num_held_leases -= 1
         node = lease.node
         self._tree.unhold(node)
-        if node.device.uniform is not _READY:  # else there is nothing to prune
+        if node.device.uniform is not _READY:  # otherwise there is nothing to prune
             self._tree.prune(node)
 
     def _move(self, lease: Lease, node: TreeNode, *, is_new: bool = False) -> None:
         """Move the end of `lease` to `node`, which counts as a use.
 
-        Args:
-            lease: a lease that has not ended.
-            node: the lease's new end.
-            is_new: True if the node was made for the lease, and already counts it as a holder.
+        `is_new` says that the node was made for the lease, and already counts it as a holder.
         """
         before, lease.node, lease.num_blocks = lease.node, node, node.end
         end = node.parent if is_new else node
@@ -1021,7 +1010,8 @@ class Index:
     def count_hit(self, lease: Lease) -> None:
         """Count a match for each node on the path of a request's lease.
 
-        `reuse_gaps` gets the time since the path's end was used last, 0 if another lease is on it.
+        The time since the last use of the path's end is added to `reuse_gaps`; 0 if another lease
+        protects it.
         """
         node = lease.node
         for part in node.path():
@@ -1029,10 +1019,7 @@ class Index:
         self.reuse_gaps.add(self._tick - lease.used_before if node.holders == 1 else 0)
 
     def _ending_at(self, node: TreeNode, num_blocks: int) -> TreeNode:
-        """Return the node that ends with block `num_blocks` of the path.
-
-        A node that continues beyond that block is split.
-        """
+        """Return the node that ends with block `num_blocks` of the path; split one if necessary."""
         while node.parent is not None and node.start >= num_blocks:
             node = node.parent
         if num_blocks < node.end:
@@ -1071,8 +1058,8 @@ class Index:
     ) -> tuple[int, ...]:
         """Add blocks [at.num_blocks, stop) of `prompt`, and extend the lease `at` over them.
 
-        A block that has a copy already keeps it. On the device, if one of the blocks is just being
-        loaded, that block and all after it are refused, and `at` ends before it.
+        A block that has a copy on `tier` already keeps it. If one of the blocks is being loaded to
+        the device, that block and all blocks after it are refused, and `at` ends before it.
 
         Args:
             tier: the tier of `slots`.
@@ -1109,12 +1096,8 @@ class Index:
     ) -> tuple[int, tuple[int, ...]]:
         """Assign slots to those of blocks [first, pos) of the path that have no copy on `tier`.
 
-        On the device the call stops at a block that is being loaded: the load may fail, and a block
-        is on the device only if all blocks before it are.
-
-        Returns:
-            The index of the block where the call stopped, and the positions in `slots` before it
-                that were not needed.
+        On the device the call stops at a block that is being loaded. Returns the index where the
+        call stopped, and the positions in `slots` before it that were not needed.
         """
         refused: list[int] = []
         for part, start, end in segments(node, first, pos):
@@ -1135,7 +1118,7 @@ class Index:
     def insert_tail(
         self, tier: Tier, at: Lease, prompt: Prompt, slot: int
     ) -> tuple[TreeNode, bool]:
-        """Add the tail of `prompt`, its partial last block, below its full blocks.
+        """Add the tail (partial last block) of `prompt` below its full blocks.
 
         Args:
             tier: the tier of `slot`.
@@ -1174,7 +1157,7 @@ class Index:
     ) -> Ids:
         """Apply a change to the copies of blocks [start, stop) of a path.
 
-        Blocks that are then on no tier leave the tree.
+        Blocks that are on no tier after it leave the tree.
 
         Args:
             tier: the tier.
@@ -1198,8 +1181,7 @@ class Index:
     def mark_stored(self, node: TreeNode, start: int, stop: int) -> None:
         """Record that blocks [start, stop) of a path were written to storage.
 
-        The mark avoids a second write. It is never used for a match: storage may lose values, and
-        is asked before a fetch.
+        The mark avoids a second write. It is never used for a match, since storage may lose values.
 
         Args:
             node: the end of the path.
@@ -1221,7 +1203,7 @@ class Index:
             part.believe_stored(i, j, np.zeros(j - i, np.bool_))
 
     def unmark_all_stored(self) -> None:
-        """Undo `mark_stored` for all blocks; visits the whole tree, 1 us a node."""
+        """Undo `mark_stored` for all blocks; visits the whole tree, 1 us for each node."""
         for node in self.spaces.nodes():
             node.believe_nothing_stored()
 
@@ -1230,7 +1212,7 @@ class Index:
 
         Args:
             tier: the tier.
-            node: a node that no lease protects; the copies are ready.
+            node: a node without leases; the copies are ready.
             i: index of the first block within the node.
             j: index after the last block.
 
@@ -1248,7 +1230,7 @@ class Index:
             and not node.children
             and (other is None or not other.num_present)
         ):
-            # The common case, a leaf's last blocks on their last tier: no state is needed between.
+            # The common case: a leaf's last blocks on their only tier, removed in one step.
             tree, gone = self._tree, j - i
             node.space.used[tier] -= gone
             if tier is HOST:
@@ -1260,7 +1242,7 @@ class Index:
                 return copies.drop_ready(i)
             parent = tree.unlink(node)
             parent.count_present(tier, -1)
-            # Else there's nothing new for it, and never for a root, which has no copies.
+            # Otherwise the parent has not become a candidate; a root never does.
             last = not (parent.children_on_host if tier is HOST else parent.children_on_device)
             if last and parent.parent is not None:
                 tree.offer(parent)
@@ -1273,7 +1255,7 @@ class Index:
         """Evict a node's blocks from `i` on, and all blocks below the node, from both tiers.
 
         Args:
-            node: a node that no lease protects.
+            node: a node without leases.
             i: index of the first block within the node.
 
         Returns:

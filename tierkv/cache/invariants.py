@@ -1,4 +1,4 @@
-"""Check of an index and its pools: recounts them and returns violated invariants as sentences."""
+"""Check of an index and its slot pools: recounts them and reports violated invariants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def findings(
 ) -> list[str]:
     """Return all violated invariants of `index` and `pools`.
 
-    Walks the whole tree: for tests, shutdown, and an operator's request.
+    The call walks the whole tree; it is for tests, shutdown, and an operator's request.
 
     Args:
         index: the index.
@@ -80,7 +80,7 @@ def _space_findings(index: Index, nodes: list[TreeNode], tier: Tier) -> list[str
 
 
 def _lease_findings(index: Index, nodes: list[TreeNode]) -> list[str]:
-    """Return violations of the lease counts: holders of a node are leases and held children."""
+    """Return violations of the holder counts: a node's holders are its leases and held children."""
     wrong = []
     num_leases = 0
     for node in [*index.spaces.roots(), *index.spaces.retired(), *nodes]:
@@ -99,7 +99,7 @@ def _node_findings(node: TreeNode, index: Index) -> list[str]:
     wrong += [f"{name} {what}" for what in _memory_findings(node)]
     wrong += [f"{name} {what}" for what in _children_findings(node)]
     unfit = [tier for tier in Tier if not node.copies[tier].fits(node.num_blocks)]
-    if unfit:  # the further checks would read slots of other blocks
+    if unfit:  # the checks below would read slots of other blocks
         names = " and ".join(tier.name for tier in unfit)
         return [*wrong, f"{name} has not a {names} slot and state for each of its blocks"]
     wrong += [f"{name} {what}" for what in _residency_findings(node)]
@@ -176,7 +176,9 @@ def _memory_findings(node: TreeNode) -> list[str]:
     if len(node.packed) > MAX_KEPT * _bytes_that_share(node):
         wrong.append("keeps more tokens in memory that are gone than it may")
     above = node.packed[max(node.packed_at - parent.token_bytes, 0) : node.packed_at]
-    if not parent.tokens.endswith(above):  # a match compares them together with the run's own
+    if not parent.tokens.endswith(
+        above
+    ):  # a match compares them together with the node's own tokens
         wrong.append("keeps other tokens before its own than its parent has")
     if node.holders == 0 and node.last_used > parent.last_used and parent.holders == 0:
         wrong.append("was used after its parent")
@@ -197,11 +199,7 @@ def _bytes_that_share(node: TreeNode) -> int:
 
 
 def _digests_of(node: TreeNode) -> bytes:
-    """Compute a node's digests again, as many as it keeps.
-
-    Returns:
-        The digests; b"" if the last digest of the node's parent is unknown.
-    """
+    """Compute a node's kept digests again; return b"" if its parent's last digest is unknown."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
     if parent.parent is None:
@@ -209,7 +207,7 @@ def _digests_of(node: TreeNode) -> bytes:
     elif len(parent.digests) == parent.num_blocks * DIGEST_BYTES:
         digest = parent.digests[-DIGEST_BYTES:]
     else:
-        return b""  # they cannot have been computed
+        return b""  # the node's digests cannot have been computed
     again = []
     for i in range(len(node.digests) // DIGEST_BYTES):
         digest = block_digest(digest, node.tokens_of(i, i + 1), node.extra(node.start + i))
@@ -218,10 +216,9 @@ def _digests_of(node: TreeNode) -> bytes:
 
 
 def _residency_findings(node: TreeNode) -> list[str]:
-    """Return violations of two rules of placement.
+    """Return violations of two rules: blocks without leases are on a tier.
 
-    Each block that no lease protects is on some tier, and each block on the device has its whole
-    path there.
+    A device block's path is too.
     """
     wrong = []
     device, host = node.copies
@@ -231,7 +228,7 @@ def _residency_findings(node: TreeNode) -> list[str]:
     parent = node.parent
     assert parent is not None, "the root is not listed"
     above = parent.copies[Tier.DEVICE].states[-1:]  # empty for the root
-    # ABSENT < INCOMING < READY: a match concludes from the last block to all blocks before.
+    # ABSENT < INCOMING < READY: a match infers the states of all blocks from the last one.
     if (np.diff(np.concatenate([above, device.states]).astype(np.int8)) > 0).any():
         wrong.append("has a block on the device without a ready parent block there")
     return wrong

@@ -1,7 +1,7 @@
 """The layout of a block: its planes, in order, with byte sizes.
 
-A layout is data. Movers see planes and bytes, never attention variants. The order of the planes is
-part of the contract: it is the order of their bytes in a host slot and in a stored value.
+A layout is data, without code for a kind of attention. The order of the planes is the order of
+their bytes in a host slot and in a stored value.
 
     host slot   | plane 0 | plane 1 | ... |  block_bytes, one contiguous range
     device      plane p is its own array, uint8 [num_blocks, planes[p].block_bytes]
@@ -29,13 +29,13 @@ class Plane:
     Attributes:
         layer: 0-based index of the layer; speculative (MTP) layers follow the main model's.
         role: "key", "value", "latent", "scale", "indexer", or the engine's own word.
-        dtype: name of the element type; part of the identity, not interpreted by copies.
+        dtype: name of the element type; copies do not interpret it.
         block_bytes: bytes of this plane in one block.
         token_bytes: bytes of one token, if token t lies at [t * token_bytes, (t + 1) *
-            token_bytes); None if the inside of the plane is private to the attention backend.
-        has_prefixes: True if a block also serves prompts that share only its first tokens, as the
-            KV of any attention does, even if the place of a token in the block is private. False
-            for a recurrent state, which is valid only after all tokens of its block.
+            token_bytes); None if only the attention backend knows where a token lies.
+        has_prefixes: True if a block also serves prompts that share only its first tokens, as
+            attention's KV does. False for a recurrent state, which is valid only after all tokens
+            of its block.
     """
 
     layer: int
@@ -145,13 +145,14 @@ class Layout:
         return h.digest()
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of a stored block's payload.
+        """Return the payload bytes of a stored block or tail.
 
         Args:
-            num_tokens: number of tokens in the block, from 1 to the block size.
+            num_tokens: number of tokens in it, from 1 to the block size.
 
         Returns:
-            The number of bytes; that of a full block if the place of a token is private.
+            The number of bytes; that of a full block if the layout does not declare the place of
+                each token.
 
         Raises:
             LayoutError: the number of tokens is outside that range.
@@ -165,8 +166,8 @@ class Layout:
     def cut_tail(self, slot: Bytes1D, num_tokens: int) -> Bytes1D:
         """Return the first tokens of a host slot, as one contiguous payload.
 
-        The payload has no bytes of the slot's other tokens. If the place of a token in a plane is
-        private to the attention backend, the payload is the whole block.
+        The payload has no bytes of the slot's other tokens. If a plane does not declare the place
+        of each token, the payload is the whole block.
 
         Args:
             slot: uint8 [block_bytes].
@@ -227,9 +228,9 @@ def attention_layout(
     Args:
         num_layers: number of layers.
         num_kv_heads: number of key and value heads of a layer.
-        head_dim: numbers of one head and token.
-        dtype: name of the numbers' type, such as bfloat16.
-        item_bytes: bytes of one number.
+        head_dim: number of elements of a head for one token.
+        dtype: name of the element type, such as bfloat16.
+        item_bytes: bytes of one element.
         block_size: number of tokens of a block.
 
     Returns:

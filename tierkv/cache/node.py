@@ -1,4 +1,4 @@
-"""A node of the radix tree, which holds a run of blocks, and the free slots of a tier.
+"""A node of the radix tree, which holds consecutive blocks, and the free slots of a tier.
 
 Each node belongs to the space (part of the index) of one fingerprint: tenants and adapters never
 share a node.
@@ -25,7 +25,7 @@ _INTP: Final = np.dtype(np.intp)
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Capacity and free ids of one tier's pool."""
+    """The capacity and the number of free ids of one tier's pool."""
 
     tier: str
     capacity: int
@@ -37,11 +37,10 @@ class PoolStats:
 
 
 class BlockPool:
-    """A pool of the ids 0..capacity-1, each free or taken.
+    """A pool of the ids 0..capacity-1, each free or allocated.
 
-    Allocation is all or nothing and takes O(n) time for n ids. Free ids form a stack: the id that
-    was released last is allocated first, as its memory is most likely in a CPU cache. A mark per id
-    catches a double release.
+    Allocation is all or nothing and takes O(n) time for n ids. The id that was released last is
+    allocated first, since its memory is most likely in a CPU cache. A double release raises.
 
     Args:
         tier: name of the tier in error messages.
@@ -57,9 +56,9 @@ class BlockPool:
         self.tier = tier
         self.capacity = 0
         self._free: Ids = np.zeros(0, np.int32)
-        # One mark for each id, then as many marks that stay False: a negative id indexes these.
+        # One mark for each id, then as many that stay False, which negative ids index.
         self._is_allocated = np.zeros(0, np.bool_)
-        self._mark: Ids = np.zeros(0, np.int32)  # scratch: written before each use
+        self._mark: Ids = np.zeros(0, np.int32)  # scratch memory, written before each use
         self._count_up: Ids = np.zeros(0, np.int32)  # 0, 1, 2 ...: values for `_mark`
         self.num_free = 0
         self.grow(capacity)
@@ -84,7 +83,7 @@ class BlockPool:
             raise OutOfBlocksError(self.tier, needed=count, available=self.num_free)
         start, stop = self.num_free - count, self.num_free
         self.num_free = start
-        if count == 1:  # a request grows by one block: this takes half the time
+        if count == 1:  # a fast path: requests mostly grow by one block
             self._is_allocated[self._free.item(start)] = True
             return self._free[start:stop].copy()
         ids = self._free[start:stop][::-1].copy()
@@ -95,14 +94,14 @@ class BlockPool:
         """Free ids.
 
         Raises:
-            OwnershipError: an id is out of range, not taken, or given twice; nothing changed.
+            OwnershipError: an id is out of range, not allocated, or given twice; nothing changed.
         """
         count = len(ids)
         if not count:
             return
         given = ids if isinstance(ids, np.ndarray) and ids.dtype is _INT32 else self._narrow(ids)
         self._check_allocated(given)
-        # As intp: an index of another type costs five times as much (NumPy 2, 950 ids).
+        # As intp: indexing with another type takes five times as long (NumPy 2, 950 ids).
         where = given.astype(_INTP)
         start, stop = self.num_free, self.num_free + count
         marks = self._count_up[:count]
@@ -114,23 +113,23 @@ class BlockPool:
         self.num_free = stop
 
     def exchange(self, given: Sequence[Ids], count: int) -> Ids:
-        """Allocate `count` ids, reusing the ids in `given`, which their owner gives up.
+        """Allocate `count` ids, reusing the allocated ids in `given`, which their owner gives up.
 
         Args:
-            given: int32 arrays of ids that are taken now, each id once.
+            given: int32 arrays of allocated ids, each id once.
             count: number of ids to return, those of `given` included.
 
         Returns:
             The ids, int32 [count].
 
         Raises:
-            OwnershipError: an id of `given` is not taken; nothing changed.
+            OwnershipError: an id of `given` is not allocated; nothing changed.
             OutOfBlocksError: too few ids are free; `given` was released.
         """
         if not given:
             return self.allocate(count)
         ids = given[0]
-        if len(given) > 1:  # joined as bytes: in a third of the time of numpy.concatenate
+        if len(given) > 1:  # joining bytes takes a third of the time of numpy.concatenate
             ids = np.frombuffer(b"".join([part.tobytes() for part in given]), _INT32)
         more = count - len(ids)
         if more < 0 or more > self.num_free:
@@ -140,16 +139,12 @@ class BlockPool:
         return np.concatenate([ids, self.allocate(more)]) if more else ids
 
     def _check_allocated(self, ids: Ids) -> None:
-        """Check that all ids are in range and taken.
-
-        Raises:
-            OwnershipError: an id is out of range or free.
-        """
+        """Raise OwnershipError if an id is out of range or free."""
         try:
             taken = self._is_allocated[ids.astype(_INTP)]
         except IndexError:
             raise self._outside() from None
-        if 0 in taken.tobytes():  # a quarter of what `taken.all()` takes
+        if 0 in taken.tobytes():  # takes a quarter of the time of `taken.all()`
             free = int(ids[~taken][0])
             if not 0 <= free < self.capacity:
                 raise self._outside()
@@ -180,11 +175,11 @@ class BlockPool:
     def shrink(self, capacity: int) -> None:
         """Remove all ids from `capacity` on.
 
-        Call `allocate_from` first, so that none is allocated again, and free the ids that
-        `allocated_from(capacity)` returns.
+        Before the call, allocate them with `allocate_from` so that no caller gets them, and wait
+        until `allocated_from` has no others. This call then removes them.
 
         Raises:
-            OwnershipError: an id from `capacity` on is taken; nothing changed.
+            OwnershipError: an id from `capacity` on is allocated; nothing changed.
             ValueError: `capacity` is negative or above the present one.
         """
         if not 0 <= capacity <= self.capacity:
@@ -195,7 +190,7 @@ class BlockPool:
         self._reset(capacity, free[free < capacity])
 
     def allocated_from(self, first: int) -> Ids:
-        """Return the taken ids from `first` on, int32 [n]."""
+        """Return the allocated ids from `first` on, int32 [n]."""
         taken = np.flatnonzero(self._is_allocated[first : self.capacity])
         return (taken + first).astype(np.int32)
 
@@ -220,7 +215,10 @@ class BlockPool:
         self.capacity, self._free, self.num_free = capacity, stack, len(free)
 
     def findings(self, owned: Iterable[int]) -> list[str]:
-        """Return violated invariants as sentences; exactly the ids `owned` should be taken."""
+        """Return violated invariants, one sentence each.
+
+        Exactly the ids `owned` should be allocated.
+        """
         wrong: list[str] = []
         slots = np.fromiter(owned, np.int64)
         is_known = (slots >= 0) & (slots < self.capacity)
@@ -264,10 +262,10 @@ class Change(IntEnum):
     """A transition of a copy's state."""
 
     RESERVE = 0  # a movement towards this tier is submitted
-    ARRIVE = 1  # its completion event is done, or its acknowledged read verified
-    FAIL = 2  # the movement failed; the slot goes back
-    PLACE = 3  # whole bytes were in a slot before the index learnt of it: computed, or fetched
-    EVICT = 4  # the copy is forgotten
+    ARRIVE = 1  # the movement is complete and its bytes are verified
+    FAIL = 2  # the movement failed; the slot is free again
+    PLACE = 3  # all bytes are in the slot already: computed, or fetched
+    EVICT = 4  # the copy is removed
 
 
 _TABLE = {
@@ -280,14 +278,14 @@ _TABLE = {
 
 
 def is_allowed(current: CopyState, change: Change) -> bool:
-    """Return whether a copy in state `current` can go through `change`.
+    """Return whether the transition table lets a copy in state `current` go through `change`.
 
     Args:
         current: state of the copy.
         change: the change.
 
     Returns:
-        True if the transition table has the change.
+        True if it does.
     """
     return (current, change) in _TABLE
 
@@ -313,8 +311,8 @@ def advance(current: CopyState, change: Change) -> CopyState:
 
 
 NO_SLOT: Final = -1  # in arrays of slots, for a block without a slot
-# A node that is evicted block by block from its end keeps its old bytes until they are longer than
-# MAX_KEPT times what it needs. With 4 a block takes 2.7 us on a public trace, with 2 3.1 us.
+# A node that is evicted block by block keeps its old bytes while they are at most MAX_KEPT times as
+# long as needed. With 4, an eviction takes 2.7 us on a public trace, with 2 it takes 3.1 us.
 MAX_KEPT: Final = 4
 _SLOT_BYTES: Final = 4
 _NO_SLOT_BYTES: Final = NO_SLOT.to_bytes(_SLOT_BYTES, "little", signed=True)
@@ -334,10 +332,9 @@ _AFTER: dict[Change, States] = {
 class TierCopies:
     """The copies of a node's blocks on one tier: a slot and a state for each block.
 
-    In nearly all nodes all blocks have the same state; then only that value is kept, and an array
-    of states exists only while blocks differ. Slots are packed int32 bytes, or None while no block
-    has one: slicing bytes takes a quarter of the time of small NumPy arrays, and slices that were
-    returned earlier do not change.
+    While all blocks have the same state, only that value is kept. Slots are kept as int32 bytes,
+    which are faster to slice than small NumPy arrays; slices that were returned earlier do not
+    change.
 
     Args:
         num_blocks: number of blocks of the node.
@@ -406,7 +403,7 @@ class TierCopies:
         return found
 
     def leading(self, state: CopyState, start: int, stop: int) -> int:
-        """Return how many blocks in a row from `start` on are in `state`.
+        """Return how many consecutive blocks from `start` on are in `state`.
 
         Args:
             state: the state.
@@ -515,11 +512,11 @@ class TierCopies:
         return upper
 
     def adopt(self, slots: bytes | None, states: States | None) -> None:
-        """Replace the slots and states of all blocks of the run.
+        """Replace the slots and states of all blocks of the node.
 
         Args:
-            slots: packed int32 slots, one per block; None if no block has one.
-            states: the states, uint8 [num_blocks]; None if all blocks keep the run's common state.
+            slots: int32 slots as bytes, one for each block; None if no block has one.
+            states: the states, uint8 [num_blocks]; None if all blocks keep their common state.
         """
         self._slots, self._states = slots, states
         if states is not None:
@@ -546,7 +543,7 @@ class TierCopies:
     def drop_ready(self, num_blocks: int) -> Ids:
         """Remove all blocks from `num_blocks` on, if every block is ready.
 
-        With 0 the blocks stay and become absent, since a copy under way may still refer to a node
+        With 0 the blocks stay and become absent, since running copies may still refer to a node
         that has left the tree.
 
         Returns:
@@ -560,7 +557,9 @@ class TierCopies:
             self.uniform, self._slots = _ABSENT, None
             return had
         self.num_blocks = num_blocks
-        if len(slots) > MAX_KEPT * kept:  # else the removed slots stay in memory for a while
+        if (
+            len(slots) > MAX_KEPT * kept
+        ):  # otherwise the bytes of removed slots stay in memory for a while
             self._slots = slots[:kept]
         return had
 
@@ -595,32 +594,36 @@ def _packed(slots: Ids) -> bytes:
 
 
 DEFAULT: Final = ""  # the space of an index with a single fingerprint
-Quota = tuple[int | None, int | None]  # the most device and host blocks, None for any
-Segment = tuple["TreeNode", int, int]  # blocks [i, j) of a node's run, counted from the run's start
-_NO_TOKEN: Final = b"\xff" * 4  # before extra keys: a negative number, which no token is
-# The children of a node without children, as most nodes are: shared and never changed.
+Quota = tuple[
+    int | None, int | None
+]  # largest numbers of device and host blocks, None for no limit
+Segment = tuple["TreeNode", int, int]  # blocks [i, j) of a node, counted from its first block
+_NO_TOKEN: Final = b"\xff" * 4  # before extra keys: -1, which is no token
+# The children of a node without children; most nodes share this dict, which never changes.
 _NOBODY: Final[dict[bytes, TreeNode]] = {}
 _NO_ORDER: Final[list[bytes]] = []
 _BY_BLOCK: Final = b"\xff"  # at the end of the key of a whole block: no token ends with this byte
 
 
 class Tier(IntEnum):
-    """A tier with slots.
+    """A tier with slots: device or host.
 
-    Storage is not one: its values have names, and its content is looked up.
+    Storage has none: its values have names, and it is asked which ones it has.
     """
 
     DEVICE = 0
     HOST = 1
 
 
-TIERS: Final = tuple(Tier)  # iterating over a tuple takes a tenth of the time of an enum
-HOST: Final = Tier.HOST  # a name of the module, as the look-up `Tier.HOST` takes 0.1 us
+TIERS: Final = tuple(
+    Tier
+)  # iterating over a tuple takes a tenth of the time of iterating over an enum
+HOST: Final = Tier.HOST  # a module's name, since looking up `Tier.HOST` takes 0.1 us
 
 
-# Bounds of ages in seconds, each some three times the one before, up to a day.
+# Bounds of ages in seconds, each about three times the one before, up to a day.
 BOUNDS_S: Final = (0.1, 0.3, 1, 3, 10, 30, 60, 180, 600, 1_800, 3_600, 10_800, 36_000, 86_400)
-TICKS_PER_S: Final = 1_000_000  # ticks of the LRU clock (`born`, `last_used`) in a second, at least
+TICKS_PER_S: Final = 1_000_000  # ticks of the LRU clock (`born`, `last_used`) per second, at least
 _BOUNDS: Final = tuple(int(bound * TICKS_PER_S) for bound in BOUNDS_S)
 
 
@@ -629,20 +632,19 @@ class AgeCounts:
     """A histogram of ages.
 
     Attributes:
-        counts: for each of BOUNDS_S the ages up to that bound and above the one before; last, all
-            older ages.
-        total_ticks: sum of the ages.
+        counts: for each of BOUNDS_S, the number of ages up to that bound and above the one before;
+            last, the number of older ages.
+        total_ticks: sum of the ages, in ticks of the LRU clock.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     total_ticks: int = 0
 
     def add(self, ticks: int, count: int = 1) -> None:
-        """Count ages.
+        """Add ages to the histogram.
 
         Args:
-            ticks: the age, in ticks of the LRU clock. A negative one, which a clock ahead of time
-                gives, counts as 0.
+            ticks: the age, in ticks of the LRU clock; a negative one counts as 0.
             count: number of blocks or uses with this age.
         """
         self.counts[bisect_left(_BOUNDS, ticks)] += count
@@ -685,7 +687,7 @@ def check_quota(quota: Quota) -> None:
 
 
 class TreeNode:
-    """A node of the radix tree: consecutive blocks [start, end) of the prompts that pass here.
+    """A node of the radix tree: blocks [start, end) of the prompts whose path goes through it.
 
     Attributes:
         uid: number of the node; no other node has it.
@@ -693,22 +695,22 @@ class TreeNode:
         end: index after the last block.
         hits: number of times that the node was matched.
         packed: bytes with the node's tokens at `packed_at`, `token_bytes` long. Tokens of the path
-            above lie before that part; tokens of nodes that were split off or removed lie behind
-            it.
+            above may lie before them, and tokens of nodes that were split off or removed after
+            them.
         key: key of the node among its parent's children, see `adopt`.
         extras: extra keys by number of the block, where media overlap; None for none.
         is_tail: True if the node has one partial block (a tail); such a node has no children.
-        holders: number of leases that end here, plus number of children with holders. While there
-            is one, no copy in this node is evicted: a lease protects its whole path.
+        holders: number of leases that end here, plus number of children with holders. While above
+            0, no copy in this node is evicted.
         last_used: LRU tick of the newest lease that has ended here or below, or ends here.
         born: LRU tick of the first use of the node's first blocks.
-        soft_pins: number of soft pins that end here or below; such a node is evicted last.
+        soft_pins: number of soft pins that end here or below; a node with one is evicted last.
         digests: keys of the node's first blocks, 32 bytes each, as far as they were needed.
         children_on_device, children_on_host: number of children, tails included, with a copy on
             that tier.
-        device, host: copies on that tier; host is None where there is none, the common case.
+        device, host: copies on that tier; `host` is None while there is none, the common case.
         order: sorted keys of the children that are found by their whole first block. The child that
-            shares the most leading tokens with a prompt stands next to the prompt's place in this
+            shares the most leading tokens with a prompt is next to the prompt's place in this
             order.
     """
 
@@ -789,18 +791,18 @@ class TreeNode:
 
     @property
     def tokens(self) -> bytes:
-        """Packed tokens of the node; a copy unless `packed` holds nothing else."""
+        """Tokens of the node, int32 as bytes; a copy unless `packed` holds nothing else."""
         return self.packed[self.packed_at : self.packed_at + self.token_bytes]
 
     def tokens_of(self, start: int, stop: int) -> bytes:
-        """Return the packed tokens of some blocks.
+        """Return the tokens of some blocks.
 
         Args:
             start: index of the first block within the node.
             stop: index after the last block.
 
         Returns:
-            The tokens, packed int32.
+            The tokens, int32 as bytes.
         """
         width = self.token_bytes // self.num_blocks
         return self.packed[self.packed_at + start * width : self.packed_at + stop * width]
@@ -809,7 +811,7 @@ class TreeNode:
         """Keep a part of `packed` as the node's tokens; without a copy if the rest is small.
 
         Args:
-            packed: packed int32 tokens, for example of a whole prompt.
+            packed: int32 tokens as bytes, for example of a whole prompt.
             start: first byte of the node's tokens.
             stop: byte after the node's tokens.
         """
@@ -822,8 +824,7 @@ class TreeNode:
     def keep_less(self, packed: bytes) -> None:
         """Copy the tokens of the nodes that share `packed`, if it is much longer than they need.
 
-        Called when nodes below, which needed the rest of `packed`, have been removed. After a
-        split, this node and the nodes above share the bytes.
+        Call it after nodes below, which needed the rest of `packed`, have been removed.
         """
         part, needed = self, 0
         while part.packed is packed and part.parent is not None:
@@ -864,9 +865,8 @@ class TreeNode:
     def adopt(self, child: TreeNode) -> None:
         """Add `child`, which has its tokens, to the children of this node.
 
-        Its key is its first token. If another child has that key, its key is its whole first block,
-        or the tail. Most children need neither a long key nor a place in `order`; where all
-        children begin alike, a search takes O(log n).
+        The child's key is its first token. If another child has that key, it is the child's whole
+        first block, or its tail; a search among such children takes O(log n).
         """
         at, extra = child.packed_at, b""
         key = child.packed[at : at + TOKEN_BYTES]
@@ -901,8 +901,8 @@ class TreeNode:
         """Return the child that begins with a block, or is a tail with exactly its tokens.
 
         Args:
-            tokens: packed int32 tokens of the block or tail.
-            extra: its extra keys, b"" for none.
+            tokens: tokens of the block or tail, int32 as bytes.
+            extra: its extra keys (media), b"" for none.
 
         Returns:
             The child; None if there is none.
@@ -929,10 +929,10 @@ class TreeNode:
         else:
             self.children_on_device += step
 
-    # Marks of blocks that were written to storage: they save writes and are never used for a match.
+    # Marks of blocks that were written to storage: they save a second write and match nothing.
 
     def stored_in(self, start: int, stop: int) -> Mask:
-        """Return which blocks were written to storage as far as known; storage may have lost them.
+        """Return which blocks were written to storage, which may have lost them since.
 
         Args:
             start: index of the first block within the node.
@@ -963,10 +963,10 @@ class TreeNode:
         """Record that no block is known to be in storage."""
         self._stored = None
 
-    # The shape of the run
+    # Blocks at the end and at the start
 
     def append(self, tier: Tier, slots: Ids) -> None:
-        """Append blocks to this node; the caller adds their tokens.
+        """Append blocks to this node; the caller must add their tokens.
 
         Args:
             tier: the tier on which they are ready.
@@ -984,7 +984,7 @@ class TreeNode:
     def truncate(self, num_blocks: int) -> None:
         """Remove the blocks from `num_blocks` on, and their copies.
 
-        Their tokens stay in memory for a while, see `keep_less`.
+        Their tokens stay in memory until `keep_less`.
         """
         self._shorten(num_blocks)
         self.device.truncate(num_blocks)
@@ -1021,17 +1021,17 @@ class TreeNode:
             self._stored = self._stored[:num_blocks].copy()
 
     def behead(self, uid: int, at: int) -> TreeNode:
-        """Move the first `at` blocks into a new node.
+        """Move the first `at` blocks into a new node, the future parent of this one.
 
-        This node keeps the remaining blocks, its children and its leases. The caller corrects the
-        links between the two nodes and their parent.
+        This node keeps its other blocks, its children and its leases. The caller corrects the links
+        between the two nodes and their parent.
 
         Args:
             uid: number of the new node.
             at: number of blocks to move.
 
         Returns:
-            The new node, which becomes the parent of this one.
+            The new node.
         """
         cut = self.token_bytes // self.num_blocks * at
         upper = TreeNode(uid, self.parent, self.space, self.device.behead(at))
@@ -1061,11 +1061,11 @@ class TreeNode:
 def child_key(tokens: bytes, extra: bytes) -> bytes:
     """Return the key, among its parent's children, of a node that begins with `tokens`.
 
-    Extra keys of the first block come first in the key. Different nodes have different keys, and
-    sorting puts nodes with equal extra keys and the most common leading tokens side by side.
+    Extra keys of the first block come first in the key. Sorting puts nodes with equal extra keys
+    and the most common leading tokens side by side.
 
     Args:
-        tokens: packed tokens: the first token, the first block, or the tail.
+        tokens: the first token, the first block, or the tail, int32 as bytes.
         extra: extra keys of the first block; b"" if no media overlap it.
 
     Returns:

@@ -4,10 +4,10 @@
     2 ranks            | 0 1 | 2 3 |        stored as ...:0of2 and ...:1of2
     4 ranks            | 0 | 1 | 2 | 3 |    stored as ...:0of4 to ...:3of4
 
-The names of all slices come from the fingerprint of the *whole* layout. A node with another number
-of ranks than the writer therefore finds the slices, and assembles its own from them. A plane that
-is not split by heads (MLA's latent, an indexer) is the same on every rank. With fewer heads than
-ranks, neighbouring ranks hold the same head.
+The names of all slices come from the fingerprint of the whole block's layout. A node with another
+number of ranks than the writer therefore finds the slices, and assembles its own from them. A plane
+that is not split by heads (MLA's latent, an indexer) is the same on every rank. With fewer heads
+than ranks, neighbouring ranks hold the same head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tierkv.errors import LayoutError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """Rank `rank` of `size` ranks, and its slice of a block."""
+    """The slice of a block that rank `rank` of `size` ranks holds."""
 
     rank: int
     size: int
@@ -34,19 +34,19 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """The shard's field in stored names."""
+        """The slice's field in stored names, such as "0of2"."""
         return f"{self.rank}of{self.size}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes to copy from one writer's payload to the reader's: `count` times `width` bytes.
+    """`count` equal copies of `width` bytes from one writer's payload to the reader's.
 
     Attributes:
         shard: the writer.
-        source: first byte to read.
+        source: offset of the first byte to read.
         source_pitch: bytes from one read to the next.
-        target: first byte to write.
+        target: offset of the first byte to write.
         target_pitch: bytes from one write to the next.
         width: bytes of each copy.
         count: number of copies.
@@ -67,9 +67,9 @@ class ShardScheme:
 
     Args:
         whole: the layout of an unsharded block.
-        heads: number of heads by role, for the roles that are split. The heads follow each other in
-            each token's bytes or, in a plane without token bytes, in the block's. Other roles are
-            on every rank.
+        heads: number of heads by role, for the roles that are split. Planes of other roles are
+            whole on every rank. The heads are consecutive in each token's bytes or, in a plane that
+            does not declare the place of each token, in the block's bytes.
 
     Raises:
         LayoutError: the bytes are not a whole number of equal heads.
@@ -91,7 +91,7 @@ class ShardScheme:
                 )
 
     def layout(self, shard: Shard) -> Layout:
-        """Return the layout of the part of a block that one rank holds."""
+        """Return the layout of the slice of a block that one rank holds."""
         planes = []
         for plane in self.whole.planes:
             start, stop = self._range(plane, shard)
@@ -107,31 +107,31 @@ class ShardScheme:
         return Layout(self.whole.block_size, tuple(planes))
 
     def sources(self, reader: Shard, writers: int) -> tuple[Shard, ...]:
-        """Return the fewest shards that together hold a reader's bytes.
+        """Return the fewest slices that together hold a reader's bytes.
 
         Args:
-            reader: the reader's shard.
+            reader: the reader's slice.
             writers: number of ranks of the writer.
 
         Returns:
-            The writer's shards.
+            The writer's slices.
         """
         return tuple(dict.fromkeys(piece.shard for piece in self.pieces(reader, writers)))
 
     def pieces(
         self, reader: Shard, writers: int, *, num_tokens: int | None = None
     ) -> tuple[Piece, ...]:
-        """Return the pieces of `writers` ranks' payloads that make up the reader's payload.
+        """Return the copies that build the reader's payload from the writers' payloads.
 
         Each byte of the reader's payload is written once.
 
         Args:
-            reader: the rank that reads.
+            reader: the slice to build.
             writers: number of ranks that wrote.
             num_tokens: number of tokens of the payload; None for a full block.
 
         Returns:
-            The pieces, in the order of the reader's bytes.
+            The copies, in the order of the reader's bytes.
         """
         tokens = self.whole.block_size if num_tokens is None else num_tokens
         return tuple(self._pieces(reader, writers, tokens))
@@ -147,7 +147,7 @@ class ShardScheme:
         """Fill `target`, the reader's payload, from the payloads of the writers in `sources`.
 
         Args:
-            reader: the shard to fill.
+            reader: the slice to build.
             payloads: the payload of each writer, all with one number of ranks; uint8 [payload
                 bytes].
             target: uint8 [payload bytes], written.
@@ -219,17 +219,13 @@ class ShardScheme:
         return head * head_bytes, (head + 1) * head_bytes
 
     def _nearest(self, reader: Shard, writers: int) -> Shard:
-        """Return the writer at the reader's place, which has some of the reader's bytes."""
+        """Return the writer's slice that begins where the reader's does, or shortly before."""
         return Shard(reader.rank * writers // reader.size, writers)
 
     def _holder(
         self, plane: Plane, at: int, writers: int, nearest: Shard
     ) -> tuple[Shard, int, int]:
-        """Find a shard that has byte `at` of the heads: `nearest` if possible.
-
-        Returns:
-            The shard, and the first byte and end of its range.
-        """
+        """Return a slice that has byte `at` of the heads, `nearest` if it does, and its bytes."""
         for shard in (nearest, *(Shard(rank, writers) for rank in range(writers))):
             start, stop = self._range(plane, shard)
             if start <= at < stop:
@@ -238,7 +234,7 @@ class ShardScheme:
 
 
 def _bytes_of_heads(plane: Plane) -> int:
-    """Return the bytes of all heads of a token, or of a block where token places are private."""
+    """Return the bytes of all heads of a token, or of a block without declared token places."""
     return plane.block_bytes if plane.token_bytes is None else plane.token_bytes
 
 
