@@ -26,12 +26,13 @@ _THOUSAND = 1000
 
 _INTRO = """# Benchmarks
 
-Each script in `benchmarks/` tests one claim: in one run it measures tierkv, alternatives and often
-a limit, in turn. `--quick` takes about a minute; `--json` prints one object with `rows`.
+Each script in `benchmarks/` tests one claim: one run measures tierkv and alternatives in turn.
+`--quick` takes about a minute; `--json` prints one object with `rows`.
 
 - A figure is a median; *spread* is (largest - smallest) / median of the repetitions.
-- *ratio* is the row's figure divided by that of the row *compared with*, from the same run.
-- *target* is the largest ratio, or figure where there is no ratio, that the claim allows.
+- *ratio* is the row's figure divided by that of the row *compared with*, from the same run. That
+  row's name is shortened to what differs.
+- *target* is the largest ratio that the claim allows; without a ratio, the largest figure.
 
 `scripts/benchmarks_page.py` makes this page from `docs/results/`."""
 
@@ -87,9 +88,16 @@ def _section(claim: Claim, result: dict[str, Any]) -> str:
             target = "" if row["most"] is None else f"{row['most']:g}"
             lines.append(
                 f"| {row['what'].strip()} | {_number(row['value'])} {row['unit']} | "
-                f"{row['spread']:.0%} | {row['against'] or ''} | {ratio} | {target} |"
+                f"{row['spread']:.0%} | {_differing(row)} | {ratio} | {target} |"
             )
     return "\n".join(lines)
+
+
+def _differing(row: dict[str, Any]) -> str:
+    """Return the name of the row compared with, without the words before ": " that both share."""
+    against = row["against"] or ""
+    shared, colon, rest = against.rpartition(": ")
+    return rest if colon and row["what"].startswith(shared + colon) else against
 
 
 def _number(value: float) -> str:
