@@ -389,9 +389,8 @@ class S3Fifo(EvictionPolicy):
     def __init__(self, capacity: int) -> None:
         self.max_small = self._max_ghosts = 1
         self._places: dict[int, _Place] = {}
-        self._small: OrderedDict[int, TreeNode] = (
-            OrderedDict()
-        )  # at most `max_small` blocks, oldest node first
+        # At most `max_small` blocks, oldest node first.
+        self._small: OrderedDict[int, TreeNode] = OrderedDict()
         self._small_blocks = 0
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._count = 0

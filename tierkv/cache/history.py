@@ -203,9 +203,8 @@ class History:
             longer = [one for one in others if one.stop - one.start > most][:_MAX_RUNS]
             run = msgspec.structs.replace(run, longer=tuple(longer))
             self._num_bytes += sum(_RUN_BYTES + len(one.packed) for one in longer)
-        if (
-            run.packed is not self._packed
-        ):  # the tokens are shared with the run recorded before, if it is of the same node
+        # The tokens are shared with the run recorded before, if it is of the same node.
+        if run.packed is not self._packed:
             self._packed = run.packed
             self._num_bytes += len(run.packed)
         self._num_bytes += _RUN_BYTES + _EXTRA_BYTES * len(run.extras)

@@ -176,9 +176,8 @@ def _memory_findings(node: TreeNode) -> list[str]:
     if len(node.packed) > MAX_KEPT * _bytes_that_share(node):
         wrong.append("keeps more tokens in memory that are gone than it may")
     above = node.packed[max(node.packed_at - parent.token_bytes, 0) : node.packed_at]
-    if not parent.tokens.endswith(
-        above
-    ):  # a match compares them together with the node's own tokens
+    # A match compares them together with the node's own tokens.
+    if not parent.tokens.endswith(above):
         wrong.append("keeps other tokens before its own than its parent has")
     if node.holders == 0 and node.last_used > parent.last_used and parent.holders == 0:
         wrong.append("was used after its parent")

@@ -557,9 +557,8 @@ class TierCopies:
             self.uniform, self._slots = _ABSENT, None
             return had
         self.num_blocks = num_blocks
-        if (
-            len(slots) > MAX_KEPT * kept
-        ):  # otherwise the bytes of removed slots stay in memory for a while
+        # The bytes of removed slots stay in memory until they are too many.
+        if len(slots) > MAX_KEPT * kept:
             self._slots = slots[:kept]
         return had
 
@@ -594,9 +593,8 @@ def _packed(slots: Ids) -> bytes:
 
 
 DEFAULT: Final = ""  # the space of an index with a single fingerprint
-Quota = tuple[
-    int | None, int | None
-]  # largest numbers of device and host blocks, None for no limit
+# Largest numbers of device and host blocks, None for no limit.
+Quota = tuple[int | None, int | None]
 Segment = tuple["TreeNode", int, int]  # blocks [i, j) of a node, counted from its first block
 _NO_TOKEN: Final = b"\xff" * 4  # before extra keys: -1, which is no token
 # The children of a node without children; most nodes share this dict, which never changes.
@@ -615,9 +613,8 @@ class Tier(IntEnum):
     HOST = 1
 
 
-TIERS: Final = tuple(
-    Tier
-)  # iterating over a tuple takes a tenth of the time of iterating over an enum
+# Iterating over a tuple takes a tenth of the time of iterating over an enum.
+TIERS: Final = tuple(Tier)
 HOST: Final = Tier.HOST  # a module's name, since looking up `Tier.HOST` takes 0.1 us
 
 

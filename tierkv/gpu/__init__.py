@@ -1,6 +1,6 @@
 """Memory and streams of a device.
 
-`protocol` has the promises of devices, `open_device` opens one.
+The protocol of devices is in `protocol`; `open_device` opens one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _CUDA_REMEDY = "Run `tierkv doctor` to see what is missing, or use the device cp
 
 
 def open_device(name: str) -> Device:
-    """Open `cpu`, `cuda`, or `cuda:N` for the GPU of that index.
+    """Open the device `cpu`, `cuda`, or `cuda:N` for the GPU of that index.
 
     Raises:
         ConfigError: the name is none of these, or CuPy, its driver or the GPU is missing; the text

@@ -1,7 +1,7 @@
-"""The CPU as a device: NumPy planes, and threads that copy. A real backend, which CI runs, too.
+"""The CPU as a device: NumPy planes, and threads that copy.
 
-It keeps what the CUDA device promises: a submitted copy finishes later, copies of a lane run in
-order, events are polled, and an error reaches exactly the events behind it.
+The device behaves as a GPU does: a submitted copy finishes later, copies of a lane run in order,
+events are polled, and an error fails exactly the events after it.
 """
 
 from __future__ import annotations
@@ -43,24 +43,21 @@ from tierkv.threads import start_thread
 
 _PAGE = 4096
 _DEVICE_SETTING = "cache.device_blocks"
-# Each run costs a step of Python with the GIL: shorter runs are not worth it.
+# Shorter runs are not worth the step of Python that each needs.
 _MIN_RUN_BYTES = 64 << 10
-# A copy up to this size is one call without the GIL, and its layers arrive together; layer by layer
-# it would hold up the engine's Python. Longer copies go layer by layer.
+# A copy up to this size is one call without the GIL, and its layers arrive together. A longer copy
+# is made layer by layer.
 _ONE_CALL_BYTES = 8 << 20
-_QUICK_COPY_BYTES = 256 << 10  # 30 us at 8 GB/s; a thread costs the loop as much again
-_AFTER_TIMEOUT_S = 600.0  # a copy behind one that never ends must not hold its thread for ever
+# 30 us at 8 GB/s, about the time that a thread would cost the event loop.
+_QUICK_COPY_BYTES = 256 << 10
+_AFTER_TIMEOUT_S = 600.0  # for events before a copy that never come
 
 
-_Run = tuple[int, int, int]  # first slot, first block, how many
+_Run = tuple[int, int, int]  # first slot, first block, number of blocks
 
 
 class CpuEvent:
-    """An event that the thread which does the work sets done, or failed with an error.
-
-    A copy has one event for each layer, so the object that a waiter blocks on is made at the first
-    wait.
-    """
+    """An event that the copying thread sets done, or failed with an error."""
 
     def __init__(self) -> None:
         self._is_reached = False
@@ -77,28 +74,25 @@ class CpuEvent:
 
     @property
     def is_done(self) -> bool:
-        """See `Event.is_done`."""
         if not self._is_reached:
             return False
         if self._error is not None:
-            raise self._error.with_traceback(None)  # it is asked often: else every answer is kept
+            # Without it, each call would add a traceback to the error.
+            raise self._error.with_traceback(None)
         return True
 
     def block_until_done(self, timeout_s: float) -> None:
-        """See `Event.block_until_done`."""
         if not self._is_reached:
             here = threading.Event()
-            self._waiting.append(here)  # before the second look: one of both sides sees the other
+            # Before the next check, so that `reach` or this call sees the other.
+            self._waiting.append(here)
             if not self._is_reached and not here.wait(timeout_s):
                 raise GateTimeoutError(f"the copy did not finish within {timeout_s:g} s")
         if self._error is not None:
             raise self._error.with_traceback(None)
 
     def reach(self, error: TransferError | None = None) -> None:
-        """Set the event done, or failed with `error`.
-
-        The thread that does the work calls this once.
-        """
+        """Set the event done, or failed with `error`. The copying thread calls this once."""
         self._error = error
         self._is_reached = True
         while self._waiting:
@@ -118,19 +112,17 @@ class CallerStream:
         return done_event()
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """See `Stream.wait`."""
         event.block_until_done(timeout_s)
 
 
 def _aligned(num_rows: int, row_bytes: int, setting: str) -> npt.NDArray[np.uint8]:
-    """Return page-aligned memory, uint8 [num_rows, row_bytes].
+    """Return page-aligned zeroed memory, uint8 [num_rows, row_bytes]; errors name `setting`.
 
-    The kernel gives a page memory, filled with zeros, at the page's first use. `setting` is named
-    by the error of too little memory.
+    The kernel allocates a page when it is first used.
     """
     try:
         raw = np.zeros(num_rows * row_bytes + _PAGE, np.uint8)
-    except (MemoryError, ValueError) as error:  # ValueError: more bytes than an index can count
+    except (MemoryError, ValueError) as error:  # ValueError: more bytes than fit into an index
         raise ConfigError(
             f"{num_rows} blocks of {row_bytes} bytes do not fit into memory: lower {setting}"
         ) from error
@@ -150,13 +142,11 @@ class CpuPlanes:
 
     @property
     def arrays(self) -> Sequence[npt.NDArray[np.uint8]]:
-        """See `Planes.arrays`."""
         if self._arrays is None:
             raise LayoutError("these planes are closed")
         return self._arrays
 
     def close(self) -> None:
-        """See `Planes.close`."""
         if self._arrays is None:
             raise LayoutError("these planes are closed already")
         self._arrays = None
@@ -172,13 +162,11 @@ class CpuHostSlots:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """See `HostSlots.array`."""
         if self._array is None:
             raise LayoutError("these host slots are closed")
         return self._array
 
     def close(self) -> None:
-        """See `HostSlots.close`."""
         if self._array is None:
             raise LayoutError("these host slots are closed already")
         self._array = None
@@ -187,14 +175,14 @@ class CpuHostSlots:
 class CpuLane:
     """A lane with one thread that copies.
 
-    `submit` never gives up Python's global lock (GIL), as an executor would: beside another busy
-    thread that costs the engine's thread 5 ms.
+    `submit` never releases Python's global lock (GIL), which beside another busy thread would cost
+    the engine's thread 5 ms.
 
     Args:
         direction: the direction of the copies.
         planes: the device's memory.
         host: the host slots.
-        before_copy: called on the thread before every copy; tests hold or break copies with it.
+        before_copy: called on the thread before every copy; tests delay or break copies with it.
     """
 
     def __init__(
@@ -212,8 +200,10 @@ class CpuLane:
         self._is_closed = False
         self._thread = start_thread(self._work, f"tierkv-{direction.value}")
         self._may_call = process_memory.is_possible()
-        self._placed: Sequence[npt.NDArray[np.uint8]] = ()  # the planes' arrays; of these
-        self._addresses = self._strides = np.zeros((0, 1), np.uint64)  # are the addresses
+        self._placed: Sequence[
+            npt.NDArray[np.uint8]
+        ] = ()  # the planes' arrays, whose addresses and strides follow
+        self._addresses = self._strides = np.zeros((0, 1), np.uint64)
         layout = planes.layout
         self._offsets, self._sizes = (
             np.array(of_planes, np.uint64)[:, None]
@@ -222,7 +212,6 @@ class CpuLane:
         self._shapes = [(planes.num_blocks, one.block_bytes) for one in layout.planes]
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
-        """See `Lane.submit`."""
         check_copy(copy, self._direction, self._planes.num_blocks, self._host.num_slots)
         if self._is_closed:
             raise DeviceFailedError("this lane is closed")
@@ -239,10 +228,10 @@ class CpuLane:
         return events
 
     def _is_one_call(self, copy: BlockCopy) -> bool:
-        """Return True if a copy is done in one call, so that all of its layers arrive together.
+        """Return whether a copy is done in one call, so that all of its layers arrive together.
 
-        If planes or slots do not fit the layout, layers are copied one by one: the first wrong one
-        then fails with a message that says what is wrong.
+        Planes or slots that do not fit the layout are copied layer by layer, since the error then
+        names the wrong layer.
         """
         if not self._may_call or len(copy) * self._planes.layout.block_bytes > _ONE_CALL_BYTES:
             return False
@@ -286,7 +275,7 @@ class CpuLane:
                 event.reach(failed)
 
     def _copies_at_once(self, copy: BlockCopy) -> bool:
-        """Copy everything in one call; return False if the kernel does not allow such a call."""
+        """Copy all blocks in one call; return False if the kernel does not allow such a call."""
         arrays, host = self._planes.arrays, self._host.array
         if len(self._placed) != len(arrays) or any(map(is_not, self._placed, arrays)):
             self._placed = tuple(arrays)
@@ -310,7 +299,7 @@ class CpuLane:
             stop = start + layout.planes[index].block_bytes
             slots, plane = host[:, start:stop], self._planes.arrays[index]
             if len(runs) * _MIN_RUN_BYTES <= len(copy) * (stop - start):
-                # 13 GB/s; by ids NumPy copies twice, through fresh memory: 7.5.
+                # 13 GB/s. Indexing with ids copies twice, through new memory: 7.5 GB/s.
                 for slot, block, count in runs:
                     if self._direction is Direction.LOAD:
                         plane[block : block + count] = slots[slot : slot + count]
@@ -331,7 +320,7 @@ class CpuLane:
 
 
 def runs_of(copy: BlockCopy) -> Sequence[_Run]:
-    """Cut a copy into runs, in which the slots are in a row and the blocks are, too.
+    """Divide a copy into runs in which both the slots and the blocks are consecutive.
 
     Returns:
         The first slot, the first block and the number of blocks of each run, in the order of slots.
@@ -352,8 +341,8 @@ def check_copy(copy: BlockCopy, direction: Direction, num_blocks: int, num_slots
     Args:
         copy: the copy.
         direction: direction of the lane.
-        num_blocks: device blocks of the lane.
-        num_slots: host slots of the lane.
+        num_blocks: number of device blocks of the lane.
+        num_slots: number of host slots of the lane.
 
     Raises:
         LayoutError: the direction differs, or an id is out of range.
@@ -371,12 +360,12 @@ def check_copy(copy: BlockCopy, direction: Direction, num_blocks: int, num_slots
 
 
 def check_copy_within(source_ids: Ids, target_ids: Ids, num_blocks: int) -> None:
-    """Check the ids of a copy from blocks to other blocks of the device.
+    """Check the ids of a copy of blocks within the device.
 
     Args:
         source_ids: int32 [n].
         target_ids: int32 [n].
-        num_blocks: blocks of the device.
+        num_blocks: number of blocks of the device.
 
     Raises:
         LayoutError: the numbers of ids differ, a target appears twice or is a source, or an id is
@@ -394,7 +383,7 @@ def check_copy_within(source_ids: Ids, target_ids: Ids, num_blocks: int) -> None
 
 
 def _check_inside(ids: Ids, size: int, what: str) -> None:
-    if len(ids) <= FEW_IDS:  # NumPy would give the GIL up, and take longer
+    if len(ids) <= FEW_IDS:  # NumPy would release the GIL, and take longer
         few = ids.tolist()
         is_outside = bool(few) and (min(few) < 0 or max(few) >= size)
     else:
@@ -407,7 +396,7 @@ class CpuDevice:
     """The CPU as a device; see `Device`.
 
     Args:
-        before_copy: called before every copy of a lane; tests hold or break copies with it.
+        before_copy: called before every copy of a lane; tests delay or break copies with it.
     """
 
     def __init__(self, before_copy: Callable[[BlockCopy], None] | None = None) -> None:
@@ -424,19 +413,15 @@ class CpuDevice:
         return nullcontext()
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
-        """See `Device.allocate_planes`."""
         return CpuPlanes(layout, num_blocks)
 
     def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots:
-        """See `Device.allocate_host`."""
         return CpuHostSlots(layout, num_slots)
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
-        """See `Device.open_lane`."""
         return CpuLane(direction, planes, host, self._before_copy)
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
-        """See `Device.copy_blocks`."""
         check_copy_within(source_ids, target_ids, planes.num_blocks)
         event = CpuEvent()
         try:
@@ -450,4 +435,4 @@ class CpuDevice:
         return event
 
     def close(self) -> None:
-        """Do nothing: the device has no thread of its own."""
+        """Do nothing: the device has no memory or thread of its own."""

@@ -1,4 +1,4 @@
-"""CUDA through CuPy: a GPU and its errors as ours, its streams, events and kernels.
+"""GPUs, streams, events and kernels of CUDA, through CuPy; its errors become TierKVErrors.
 
 Only this module and cuda_memory.py use CuPy, which has no types; all that they return is typed.
 """
@@ -26,13 +26,13 @@ CUDARuntimeError = runtime.CUDARuntimeError
 CUDADriverError = cupy_driver.CUDADriverError
 ARRAY_MODULE: ModuleType = cupy
 
-CudaError = Any  # CUDARuntimeError, CUDADriverError or DriverError: what has a `status`
+CudaError = Any  # CUDARuntimeError, CUDADriverError or DriverError, which have a `status`
 
-# After one of these nothing works on the GPU any more in this process: none usable (46),
+# After one of these errors the GPU no longer works for this process: none usable (46),
 # uncorrectable memory (214), NVLink (220), contained by the GPU (226), the kernel faults 700, 702,
-# 710, 714 to 719 and 721, a destroyed context (709), and the unknown (999). Those between them are
-# mistakes in a call: memory that is registered already (712) or not at all (713), too many peers
-# (711), too large a cooperative launch (720).
+# 710, 714 to 719 and 721, a destroyed context (709), and the unknown error (999). The codes left out
+# between them are mistakes in a call: memory that is registered already (712) or not at all (713),
+# too many peers (711), too large a cooperative launch (720).
 _STICKY = frozenset({46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
 
 
@@ -47,7 +47,7 @@ class Gpu:
     """One GPU and its primary context.
 
     Attributes:
-        failure: reason why this process has lost the GPU; None while the GPU works.
+        failure: reason why this process can no longer use the GPU; None while the GPU works.
 
     Raises:
         ConfigError: there is no such GPU.
@@ -69,17 +69,14 @@ class Gpu:
         self.pci_bus_id = str(runtime.deviceGetPCIBusId(index)).lower()
 
     def bound(self) -> Bound:
-        """Return a context in which the calling thread uses this GPU: the GPU is "bound".
+        """Return a context in which this GPU is bound: the current GPU of the calling thread.
 
-        Errors of CUDA become TransferError in it, or DeviceFailedError if the GPU is lost.
+        Errors of CUDA in the context become TransferError, or DeviceFailedError if the GPU is lost.
         """
         return Bound(self, closes=False)
 
     def bound_to_close(self) -> Bound:
-        """Return a context like `bound` that suppresses errors of a lost GPU.
-
-        The memory of a lost GPU is lost, too, and closing must continue with other objects.
-        """
+        """Return a context as `bound` does, but one that ignores errors of a lost GPU."""
         return Bound(self, closes=True)
 
     def give_thread_a_context(self) -> None:
@@ -94,8 +91,8 @@ class Gpu:
     def translated(self, error: CudaError) -> TransferError:
         """Return the TransferError for a CUDA error.
 
-        After some errors nothing works on the GPU any more; such an error marks the GPU as lost
-        until the process ends.
+        If the error is one after which the GPU no longer works for this process, the GPU is marked
+        as lost.
         """
         status: int = error.status
         if self.failure is None and status not in _STICKY:
@@ -121,7 +118,7 @@ class Gpu:
 class Bound:
     """The context that `Gpu.bound` returns.
 
-    A class is faster than generators, which took 14 us longer before the first byte of every copy.
+    A class, since a generator took 14 us longer before the first byte of every copy.
     """
 
     __slots__ = ("_before", "_closes", "_gpu")
@@ -154,7 +151,7 @@ class Bound:
         traceback: TracebackType | None,
     ) -> bool | None:
         gpu = self._gpu
-        # Going back to an unused GPU would make a context of 0.5 GB there.
+        # Making an unused GPU current again would make a context of 0.5 GB there.
         if self._before != gpu.index and load_driver().has_context(self._before):
             runtime.setDevice(self._before)
         if isinstance(error, (CUDARuntimeError, CUDADriverError, DriverError)):
@@ -168,14 +165,14 @@ class Bound:
 
 
 def gpu_uuid(index: int) -> str:
-    # Cython ends it at a zero, and where there is none only at the next one behind it.
+    # Cython reads the string up to a zero byte, which may be missing.
     return bytes(runtime.getDeviceProperties(index)["uuid"])[:16].hex()
 
 
 def is_reachable(gpu: Gpu, uuid: str) -> bool:
-    """Return True if kernels on `gpu` can read the memory of the GPU with a UUID.
+    """Return whether kernels on `gpu` can read the memory of the GPU with a UUID.
 
-    That GPU is the same one, or is visible to this process and a peer of `gpu`.
+    True if it is the same GPU, or one that is visible to this process and a peer of `gpu`.
 
     Args:
         gpu: the GPU that reads.
@@ -205,13 +202,13 @@ def versions() -> tuple[int, int]:
 
 
 class PendingEvent:
-    """An event that a lane's thread will record, or fail.
+    """An event of a copy that the lane's thread has not submitted yet.
 
     Args:
         progress: notified by the lane's thread when it has recorded or failed events; shared by all
             events of a lane.
-        line: see Event.
-        position: see Event.
+        line: see `Event`.
+        position: see `Event`.
     """
 
     __slots__ = ("_error", "_event", "_progress", "line", "position")
@@ -224,9 +221,10 @@ class PendingEvent:
         self.position = position
 
     def submitted(self, event: Event) -> None:
-        """Set the recorded event.
+        """Set the CUDA event that was recorded after the copy.
 
-        The lane's thread calls this or `failed` once, while it holds the lock of `progress`.
+        The lane's thread calls either this or `failed`, once, while it holds the lock of
+        `progress`.
         """
         self._event = event
 
@@ -235,15 +233,15 @@ class PendingEvent:
 
     @property
     def is_done(self) -> bool:
-        """See `Event.is_done`."""
         if self._event is not None:
             return self._event.is_done
         if self._error is not None:
-            raise self._error.with_traceback(None)  # it is asked often: else every answer is kept
+            # Without it, each call would add a traceback to the error.
+            raise self._error.with_traceback(None)
         return False
 
     def wait_until_submitted(self, timeout_s: float) -> Event:
-        """Block until the event is recorded, and return it.
+        """Block until the copy is submitted, and return its CUDA event.
 
         Raises:
             GateTimeoutError: the copy was not submitted in time.
@@ -261,7 +259,6 @@ class PendingEvent:
         raise GateTimeoutError(f"the copy was not submitted within {timeout_s:g} s")
 
     def block_until_done(self, timeout_s: float) -> None:
-        """See `Event.block_until_done`."""
         deadline = time.monotonic() + timeout_s
         event = self.wait_until_submitted(timeout_s)
         event.block_until_done(max(deadline - time.monotonic(), 0.0))
@@ -269,14 +266,11 @@ class PendingEvent:
 
 _SUCCESS, _NOT_READY = 0, 600
 
-Raw = Any  # an object of CuPy that is no array: stream, event, module
+Raw = Any  # a stream, event or module of CuPy
 
 
 class CudaEvent:
-    """A point in a CUDA stream. See Event.
-
-    Once the event is done it is not asked again.
-    """
+    """A point in a CUDA stream; see `Event`."""
 
     __slots__ = ("_gpu", "_is_done", "line", "position", "raw")
 
@@ -289,20 +283,18 @@ class CudaEvent:
 
     @property
     def is_done(self) -> bool:
-        """See `Event.is_done`."""
         if self._is_done:
             return True
         if self._gpu.failure is not None:
             raise DeviceFailedError(self._gpu.failure)
         self._gpu.give_thread_a_context()
-        status: int = runtime.eventQuery(self.raw.ptr)  # which raises nothing
+        status: int = runtime.eventQuery(self.raw.ptr)  # returns the status, raises nothing
         if status not in {_SUCCESS, _NOT_READY}:
             raise self._gpu.translated(DriverError("cudaEventQuery", status))
         self._is_done = status == _SUCCESS
         return self._is_done
 
     def block_until_done(self, timeout_s: float) -> None:
-        """See `Event.block_until_done`."""
         deadline = time.monotonic() + timeout_s
         nap_s = 20e-6
         while not self.is_done:
@@ -314,7 +306,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A stream of one GPU. Usable from any thread, whichever GPU the thread has bound.
+    """A stream of one GPU. Thread-safe, also for threads whose current GPU is another one.
 
     Attributes:
         raw: CuPy's stream.
@@ -333,16 +325,20 @@ class CudaStream:
             return self.record_bound()
 
     def record_bound(self) -> CudaEvent:
-        """Record an event as `record` does; the GPU must be bound already."""
+        """Record an event as `record` does; the GPU must be bound (see `Gpu.bound`)."""
         event = cupy.cuda.Event(block=False, disable_timing=True)
         event.record(self.raw)
         self._num_events += 1
         return CudaEvent(self._gpu, event, self._line, self._num_events)
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """See `Stream.wait`.
+        """Let work that is submitted after this call start only when `event` is done.
 
-        The call blocks for copies that are not submitted yet, and for events of other devices.
+        The call blocks while the event's copy is not submitted, and for events of other devices.
+
+        Args:
+            event: the event to wait for.
+            timeout_s: seconds for which the call may block.
         """
         deadline = time.monotonic() + timeout_s
         if isinstance(event, PendingEvent):
@@ -354,8 +350,8 @@ class CudaStream:
             event.block_until_done(max(deadline - time.monotonic(), 0.0))
 
     def wait_bound(self, event: CudaEvent) -> None:
-        """Wait for a CUDA event as `wait` does; the GPU must be bound already."""
-        if event is not self._waited_for:  # layers that came in one unit have one event
+        """Wait for a CUDA event as `wait` does; the GPU must be bound (see `Gpu.bound`)."""
+        if event is not self._waited_for:  # layers of one unit have the same event
             self.raw.wait_event(event.raw)
             self._waited_for = event
 
@@ -365,18 +361,18 @@ class CudaStream:
 
 
 def new_stream(gpu: Gpu, *, is_urgent: bool) -> CudaStream:
-    """Return a stream that does not wait for the legacy default stream.
+    """Return a new stream, which does not wait for the legacy default stream.
 
     Args:
         gpu: the GPU.
-        is_urgent: True if its kernels start before kernels of other streams that could also start.
+        is_urgent: True to start its kernels before waiting kernels of other streams.
     """
     with gpu.bound():
         return CudaStream(gpu, cupy.cuda.Stream(non_blocking=True, priority=-5 if is_urgent else 0))
 
 
 def adopted_stream(gpu: Gpu, address: int) -> CudaStream:
-    """Return a stream that another owner has made and keeps alive.
+    """Return a stream over a CUDA stream that its owner keeps alive.
 
     Args:
         gpu: the GPU of the stream.
@@ -420,7 +416,8 @@ class Argument:
     def __init__(self, struct: npt.NDArray[np.void]) -> None:
         self.values = struct
         self._places = np.array([struct.ctypes.data], np.uint64)
-        self.address = int(self._places.ctypes.data)  # of the array of arguments, which is this one
+        # The kernel's array of arguments, which has only this one.
+        self.address = int(self._places.ctypes.data)
 
 
 class Kernel:
@@ -428,13 +425,13 @@ class Kernel:
 
     def __init__(self, gpu: Gpu, name: str) -> None:
         with gpu.bound():
-            # CuPy compiles once per kind of GPU and source, keeps it on disk, and loads it per GPU.
+            # CuPy compiles a source once for each kind of GPU and keeps the result on disk.
             self._function: Any = _module().get_function(name).kernel
 
     def launch(
         self, argument: Argument, *, num_ctas: int, num_threads: int, stream: CudaStream
     ) -> None:
-        """Launch the kernel. The GPU must be bound.
+        """Launch the kernel. The GPU must be bound (see `Gpu.bound`).
 
         Args:
             argument: the struct, which may be changed as soon as this returns.

@@ -1,6 +1,6 @@
-"""A GPU as a device: lanes over planes and pinned slots, and copies within the device.
+"""A GPU as a device: lanes between planes and pinned slots, and copies within the device.
 
-The planes of other processes are read by CUDA IPC.
+Planes of other processes are read by CUDA IPC.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _NUM_CTAS = 64
 
 
 class CudaSharing:
-    """The exchange of planes with other processes by CUDA IPC. See Sharing.
+    """The exchange of planes with other processes by CUDA IPC; see `Sharing`.
 
         their planes --gather--> rows of staging --scatter--> our planes
 
-    The kernels are those of lanes, on one stream; the staging memory is on this process's GPU. If
-    the other process uses another GPU, the gather kernel reads that GPU over NVLink or PCIe.
+    The staging memory is on this process's GPU. If the other process uses another GPU, the gather
+    kernel reads that GPU over NVLink or PCIe.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -69,7 +69,6 @@ class CudaSharing:
         self.place = gpu_uuid(gpu.index)
 
     def share(self, planes: Planes) -> tuple[SharedPlane, ...]:
-        """See `Sharing.share`."""
         try:
             return shared_planes(self._gpu, _ours(planes))
         except TransferError as error:
@@ -80,7 +79,6 @@ class CudaSharing:
             ) from error
 
     def open(self, own: Planes, shared: SharedPlanes) -> CudaPeer:
-        """See `Sharing.open`."""
         if not is_reachable(self._gpu, shared.place):
             raise ConfigError(
                 f"GPU {self._gpu.index} cannot read the memory of GPU {shared.place} as a peer"
@@ -97,7 +95,7 @@ class CudaSharing:
 
 
 class CudaPeer:
-    """The opened planes of another process, `theirs`, which this object closes. See PeerPlanes."""
+    """The opened planes of another process, `theirs`, which `close` unmaps; see `PeerPlanes`."""
 
     def __init__(self, gpu: Gpu, own: CudaPlanes, theirs: CudaPlanes) -> None:
         self._gpu = gpu
@@ -113,7 +111,6 @@ class CudaPeer:
         self._stream = new_stream(self._gpu, is_urgent=True)
 
     def copy(self, source_ids: Ids, target_ids: Ids) -> None:
-        """See `PeerPlanes.copy`."""
         _check(source_ids, self._theirs.num_blocks)
         try:
             with self._gpu.bound():
@@ -160,14 +157,14 @@ _DEFAULT_QUEUES, _MAX_QUEUES = 8, 32  # CUDA's
 
 
 class CudaDevice:
-    """One GPU of this process. See Device.
+    """One GPU of this process; see `Device`.
 
     Args:
         index: number of the GPU among those that this process sees.
         compute_stream: the cudaStream_t of the engine's kernels; 0 is the legacy default stream,
             which is also CuPy's unless set otherwise.
         lanes: sizes of lanes; None for the defaults.
-        before_copy: called before every copy of a lane; tests hold or break copies with it.
+        before_copy: called before every copy of a lane; tests delay or break copies with it.
 
     Raises:
         ConfigError: there is no such GPU.
@@ -187,12 +184,14 @@ class CudaDevice:
         self.quick_copy_bytes = 0  # kernels may have to be compiled
         self._lane_settings = lanes or LaneSettings()
         self._before_copy = before_copy
-        self._host: PinnedSlots | None = None  # the last one made
-        self._pins: dict[int, tuple[PinnedSlots, int]] = {}  # by address, and how many lanes use it
+        self._host: PinnedSlots | None = None  # the slots made last
+        self._pins: dict[
+            int, tuple[PinnedSlots, int]
+        ] = {}  # by address, with the number of lanes that use them
         self._pinning = threading.Lock()
         self._within = new_stream(self.gpu, is_urgent=True)
         self._kernels: tuple[CudaPlanes, PlaneKernels] | None = None
-        self._queues: tuple[CudaStream, ...] = ()  # see used_queues; from the first lane on
+        self._queues: tuple[CudaStream, ...] = ()  # see used_queues; () before the first lane
 
     @property
     def array_module(self) -> ModuleType:
@@ -201,12 +200,12 @@ class CudaDevice:
 
     @property
     def failure(self) -> str | None:
-        """The reason why this process has lost the GPU; None while the GPU works."""
+        """The reason why this process can no longer use the GPU; None while the GPU works."""
         return self.gpu.failure
 
     @property
     def status(self) -> str:
-        """The name of the GPU, and the progress of pinning its host slots; or its failure."""
+        """The name of the GPU and the progress of pinning its host slots, or its failure."""
         if self.gpu.failure is not None:
             return self.gpu.failure
         host = self._host
@@ -224,7 +223,6 @@ class CudaDevice:
             yield
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> CudaPlanes:
-        """See `Device.allocate_planes`."""
         return allocated_planes(self.gpu, layout, num_blocks)
 
     def adopt_planes(self, layout: Layout, tensors: Sequence[object]) -> CudaPlanes:
@@ -232,7 +230,7 @@ class CudaDevice:
 
         Args:
             layout: the planes' layout.
-            tensors: one per plane of the layout; the first dimension is the block.
+            tensors: one for each plane of the layout; the first dimension is the block.
         """
         return adopted_planes(self.gpu, layout, tensors)
 
@@ -241,12 +239,11 @@ class CudaDevice:
         return CudaSharing(self.gpu)
 
     def allocate_host(self, layout: Layout, num_slots: int) -> PinnedSlots:
-        """See `Device.allocate_host`."""
         self._host = PinnedSlots(self.gpu, layout, num_slots)
         return self._host
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
-        """See `Device.open_lane`. Loads run layer by layer, offloads block by block.
+        """Open a lane for copies in one direction: loads layer by layer, offloads block by block.
 
         Host slots that are not pinned, such as slots shared between processes, are pinned in the
         background while a lane uses them. A copy waits for the slots that it needs.
@@ -299,15 +296,12 @@ class CudaDevice:
         return pinned, partial(self._unpin, address)
 
     def _is_computing(self) -> bool:
-        """Return True if the engine's stream has work for 0.5 ms or more.
-
-        The call takes 0.5 ms itself.
-        """
+        """Wait for 0.5 ms; return whether the engine's stream has not finished its present work."""
         try:
             event = self.compute_stream.record()
             time.sleep(_AT_ONCE_S)
             return not event.is_done
-        except TransferError:  # the GPU is lost: callers that wait for a copy get the error
+        except TransferError:  # the GPU is lost, which callers that wait for a copy will see
             return True
 
     def _unpin(self, address: int) -> None:
@@ -319,7 +313,6 @@ class CudaDevice:
                 pinned.close()
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
-        """See `Device.copy_blocks`."""
         ours = self._ours(planes)
         check_copy_within(source_ids, target_ids, ours.num_blocks)
         if not len(source_ids):
@@ -351,21 +344,17 @@ class CudaDevice:
 
 
 def num_queues() -> int:
-    """Return the number of hardware queues that the driver uses, as the environment sets it."""
+    """Return the number of hardware queues of the driver: 8, unless set by the environment."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return min(max(int(given), 1), _MAX_QUEUES) if given.isdecimal() else _DEFAULT_QUEUES
 
 
 def used_queues(gpu: Gpu) -> tuple[CudaStream, ...]:
-    """Return a stream for each hardware queue, each with one finished kernel.
+    """Return a stream for each hardware queue of the GPU, on which one kernel has run.
 
-    Keep the streams while there are lanes. The call blocks until the GPU has finished its current
-    work and the kernels.
-
-    Streams share a few queues of the hardware (8, or CUDA_DEVICE_MAX_CONNECTIONS). Without these
-    streams, lanes that were opened after the first kernels of an engine copied at 50.5 GB/s instead
-    of 54.2 beside some compute streams, for the rest of the process (H200). The driver seems to set
-    up a queue when its first kernel comes.
+    Keep the streams while there are lanes. Without them, lanes that are opened after an engine's
+    first kernels copy more slowly beside some of its streams, 50.5 instead of 54.2 GB/s (H200). The
+    call blocks until the GPU has finished its current work.
     """
     gpu.synchronize()
     streams = tuple(new_stream(gpu, is_urgent=True) for _ in range(num_queues()))

@@ -1,16 +1,16 @@
-"""A lane on CUDA: takes copies, moves them through staging memory, returns events.
+"""A lane on CUDA: accepts copies, moves them through staging memory, returns events.
 
     load      slots --copy engine--> ring --scatter--> planes       copy streams | kernel stream
     offload   slots <--copy engine-- ring <--gather--- planes       copy streams | kernel stream
 
-The ring is staging memory on the device, used in turn. A copy is cut into units. The GPU's copy
-engine moves a block's bytes as one piece, and a kernel spreads them over the planes (scatter) or
-collects them (gather); one unit is copied while the one before is scattered. If the planes lie at
-equal distances, the copy engine can move a block as a rectangle, and the first whole blocks need
-neither ring nor kernel.
+The ring is staging memory on the device, whose parts are reused in turn. A copy is cut into units.
+The GPU's copy engine moves the bytes of a block as one piece, and a kernel distributes them over
+the planes (scatter) or collects them (gather); the copy engine moves one unit while the kernel
+works on the one before. If the planes lie at equal distances, the copy engine can move a block as a
+rectangle, without ring and kernel; the first blocks of a copy are moved in this way.
 
-Without staging, kernels could read host memory themselves. They were as fast alone, but fell to 66
-% with both directions at once, and slowed a matmul beside them by 14 to 106 % (H200).
+Kernels could read host memory without staging. They were as fast alone, but fell to 66 % with both
+directions at once, and slowed a matmul beside them by 14 to 106 % (H200).
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ from tierkv.gpu.protocol import BlockCopy, Direction, Event, Ids
 from tierkv.gpu.units import MAX_BLOCKS, Order, Ring, Unit, UnitPlanner, UnitSizes, joined, row_of
 from tierkv.threads import Threads
 
-# A batch starts when its last piece is submitted, at 1 to 1.5 us a piece, and holds till then the
-# driver's lock, on which the engine's launches wait. So a batch is small where little is under way
-# and the copy engine would wait for it, and large where that loses less: pieces of 256 KiB reach
-# 97.3 % of a contiguous copy with 32 to a batch, 98.8 % with 128 (to the host 95.3 and 96.5), and
-# 84 and 90 with all 8,192 of 2 GiB in one (H100).
+# A batch starts when its last piece is submitted, after 1 to 1.5 us a piece, and holds the driver's
+# lock until then, for which the engine's launches wait. The first batch is small, so that the copy
+# engine starts early. Pieces of 256 KiB reach 97.3 % of a contiguous copy in batches of 32, 98.8 %
+# in batches of 128, and 84 % if all 8,192 are one batch (H100).
 _FIRST_BATCH_PIECES = 16
 _BATCH_PIECES = 128
-# How many units move their blocks as they come: to sort those of a copy, and to find neighbours
-# among them, takes longer than the first unit moves.
+# Number of first units whose blocks are moved unsorted: sorting a copy's blocks and finding
+# neighbours takes longer than moving the first unit.
 _UNSORTED_UNITS = 2
-_STRAIGHT_CALLS = 24  # at most, of what a copy begins with: one for each rectangle
-_NARROW_SHARE = 16  # of a block, in rows that the copy engine moves slowly: scales beside fp8
+_STRAIGHT_CALLS = 24  # largest number of rectangles with which a copy begins
+_NARROW_SHARE = 16  # 1/n of a block may be in narrow rows, which the copy engine moves slowly
 _MIN_STAGING = 1 << 20
 
 
@@ -56,10 +55,10 @@ class LaneSettings:
     Attributes:
         staging_bytes: bytes of the lane's staging memory on the device; smaller for few blocks.
         num_ctas: thread blocks of a gather or scatter kernel; 32 move 128 MiB in 136 us, 132 in 120
-            (H100).
-        turn_bytes: bytes through one of the two copy streams before the other's turn. The copy
-            engine stays with a stream while that has work: 8 bytes on another stream waited 34 ms
-            for an offload of 2 GiB, and 0.7 ms with turns (H200).
+            us (H100).
+        turn_bytes: bytes submitted to one of the two copy streams before changing to the other, so
+            that other streams get the copy engine in between. Without it, 8 bytes on another stream
+            waited 34 ms for an offload of 2 GiB; with it 0.7 ms (H200).
         units: sizes of the units that a copy is cut into.
     """
 
@@ -72,7 +71,7 @@ class LaneSettings:
 class Pipeline:
     """The streams, staging memory and kernels of a lane between `planes` and `host`.
 
-    One thread at a time may use it, and must have the GPU bound (`Gpu.bound`).
+    For one thread at a time, with the GPU bound (see `Gpu.bound`).
     """
 
     def __init__(  # noqa: PLR0917 - what a pipeline is made of
@@ -88,7 +87,7 @@ class Pipeline:
         self._direction = direction
         self._block_bytes = planes.layout.block_bytes
         self._host = host
-        # Addresses of all, looked up: each step of working them out would take 10 to 30 us.
+        # The addresses of all slots, since computing those of one copy takes 10 to 30 us a step.
         self._slots = np.arange(host.num_slots, dtype=np.uint64)
         self._slots *= np.uint64(host.stride)
         self._slots += np.uint64(host.address)
@@ -97,7 +96,7 @@ class Pipeline:
         capacity = max(min(settings.staging_bytes, largest), 2 * row, _MIN_STAGING)
         sizes = replace(settings.units, max_unit=min(settings.units.max_unit, capacity // 4))
         if direction is Direction.OFFLOAD:
-            # No kernel follows the last piece, so that units need not be smaller for its sake.
+            # No kernel follows the last piece, so the last units need not be small.
             piece = max(sizes.piece, sizes.offload_piece)
             sizes = replace(sizes, piece=piece, last=sizes.max_unit, last_share=1, share=4)
         self._planner = UnitPlanner(planes.layout, order, sizes)
@@ -109,14 +108,14 @@ class Pipeline:
         self._kernels = PlaneKernels(gpu, planes, num_ctas=settings.num_ctas)
         self._ring: Ring[CudaEvent] = Ring(capacity)
         self._staging = DeviceMemory(gpu, capacity)
-        # Where the pieces of a unit are, on either side, and their bytes.
+        # The addresses of a unit's pieces on host and device, and their bytes.
         self._host_column, self._staging_column, self._sizes = (Column(MAX_BLOCKS) for _ in "hst")
         self._planes = planes
         self._rectangles = planes.rectangles
         narrow = [one for one in planes.rectangles if one.row_bytes < sizes.straight_row]
         narrow_bytes = sum(one.rows * one.row_bytes for one in narrow)
         self._has_wide_rows = narrow_bytes <= self._block_bytes // _NARROW_SHARE
-        self._last_end: CudaEvent | None = None  # of units
+        self._last_end: CudaEvent | None = None  # end of the last unit
         self._row_bytes = 0
         self._rows: Addresses = np.empty(0, np.uint64)  # starts of rows of `_row_bytes` bytes
 
@@ -132,10 +131,8 @@ class Pipeline:
     def submit(self, copy: BlockCopy) -> Iterator[tuple[Unit, CudaEvent | None]]:
         """Submit a copy unit by unit; yield each unit with the event of its end.
 
-        The first units of a load are yielded twice: with None when their pieces are submitted, and
-        with the event when their kernel is, too. Nothing moves before the first piece is submitted,
-        so first units are made with as little Python as possible. Blocks of later units move in the
-        order of their slots, neighbours as one piece.
+        The first units of a load are yielded twice: with None when their bytes are submitted to the
+        copy engine, and with the event when their kernel is submitted too.
         """
         units = self._planner.plan(len(copy))
         first = next(units)
@@ -183,13 +180,13 @@ class Pipeline:
             yield unit, end
 
     def submit_straight(self, copy: BlockCopy) -> CudaEvent | None:
-        """Submit a copy of a few blocks by the copy engine alone, as rectangles of planes.
+        """Submit a copy of a few blocks as rectangles of planes, by the copy engine alone.
 
         This saves a kernel and two waits, but is slower than units for many blocks.
 
         Returns:
-            The event of the copy's end. None if the planes do not lie in rectangles, or if units
-                are under way that this copy could overtake.
+            The event of the copy's end; None if the planes do not lie in rectangles, or if earlier
+                units have not ended, which this copy could overtake.
         """
         return self._move_straight(copy, len(copy)) if self._may_go_straight() else None
 
@@ -197,10 +194,9 @@ class Pipeline:
         return bool(self._rectangles) and (self._last_end is None or self._last_end.is_done)
 
     def _may_begin_straight(self, unit: Unit) -> bool:
-        """Return True if the copy should begin with the blocks of `unit` as rectangles of planes.
+        """Return whether the copy should begin with the blocks of `unit` as rectangles of planes.
 
-        Submitting rectangles takes less than submitting a batch, and an offload's first byte need
-        not wait 0.15 ms for the first kernel.
+        They need less time to submit, and the first byte of an offload does not wait for a kernel.
         """
         return (
             unit.num_bytes == self._block_bytes
@@ -249,16 +245,10 @@ class Pipeline:
     def _write_pieces(
         self, unit: Unit, slots: Addresses, staging: int, *, joins: bool
     ) -> tuple[int, int]:
-        """Write addresses and sizes of a unit's pieces into the columns that the driver reads.
+        """Write the addresses and sizes of a unit's pieces into the columns that the driver reads.
 
-        Args:
-            unit: the unit.
-            slots: uint64 [blocks of the unit], addresses of their host slots.
-            staging: address of the unit's staging memory.
-            joins: True to join neighbouring slots to one piece.
-
-        Returns:
-            The number of pieces, and the bytes of the largest.
+        `slots` are the addresses of the unit's host slots; with `joins`, neighbouring slots become
+        one piece. Returns the number of pieces, and the bytes of the largest.
         """
         count, host, staged = len(slots), self._host_column.values, self._staging_column.values
         if unit.row_bytes != self._row_bytes:
@@ -282,11 +272,9 @@ class Pipeline:
         return count, int(sizes.max())
 
     def _copy(self, count: int, largest: int) -> CudaEvent:
-        """Submit the pieces in the columns to the copy engine; return the event of their end.
+        """Submit the first `count` pieces of the columns to the copy engine.
 
-        Args:
-            count: number of pieces.
-            largest: bytes of the largest piece.
+        Return their end's event.
         """
         targets, sources = self._host_column, self._staging_column
         if self._direction is Direction.LOAD:
@@ -311,7 +299,7 @@ class Pipeline:
         return min(_FIRST_BATCH_PIECES << len(self._under_way), _BATCH_PIECES)
 
     def _switch_stream(self) -> None:
-        """Continue on the other copy stream, behind the work of this one.
+        """Continue on the other copy stream, after the work of this one.
 
         Copies of other streams get the copy engine in between.
         """
@@ -321,12 +309,12 @@ class Pipeline:
 
 
 _FEW_BLOCKS, _FEW_BYTES = 4, 64 << 20
-# The caller's thread submits at most this before the lane's thread continues, 0.5 ms later: two
-# units of an offload, or one of _BEGIN_BYTES; the pieces of two units of a load, or of one of
-# _BEGIN_BYTES and _BEGIN_PIECES. PCIe 5 moves 24 MiB in 0.4 ms.
+# The caller's thread submits at most two units, or one of _BEGIN_BYTES (of a load also at most
+# _BEGIN_PIECES pieces), before the lane's thread continues, 0.5 ms later. PCIe 5 moves 24 MiB in
+# 0.4 ms.
 _BEGIN_UNITS, _BEGIN_BYTES, _BEGIN_PIECES = 2, 24 << 20, 64
-_MAX_AT_ONCE = 16  # beyond, a full stream might make the caller wait
-_AFTER_TIMEOUT_S = 600.0  # for events that are not CUDA's: the submitting thread waits for them
+_MAX_AT_ONCE = 16  # with more, a full stream might block the caller
+_AFTER_TIMEOUT_S = 600.0  # the submitting thread's wait for an event that is not CUDA's
 
 Units = Iterator[tuple[Unit, CudaEvent | None]]  # see Pipeline.submit
 
@@ -337,9 +325,9 @@ class _Job:
 
     Attributes:
         copy: the copy.
-        events: the events that the caller got, one per layer.
+        events: the events that the caller got, one for each layer.
         units: units that are left to submit, None before the first.
-        reached: number of layers with a recorded event.
+        reached: number of layers whose event has been recorded.
     """
 
     copy: BlockCopy
@@ -349,15 +337,11 @@ class _Job:
 
 
 class CudaLane:
-    """One direction of a GPU's copies. See Lane.
+    """One direction of a GPU's copies; see `Lane`.
 
-    A thread of the lane submits copies, and `submit` returns events that stand for those that the
-    thread will record. The thread holds the interpreter for microseconds at a time. If nothing is
-    queued, the caller's thread submits the first units of a copy, which for a few blocks are the
-    whole copy: the lane's thread would begin 250 to 370 us later on an H100, twice the time of 8
-    MiB.
-
-    If submitting a copy fails half-way, its events fail only when the work that was begun has
+    A thread of the lane submits the copies. If none is queued, the caller's thread submits the
+    first units of a copy itself, since the lane's thread would begin 250 to 370 us later (H100). If
+    submitting a copy fails half-way, its events fail only when the work that was submitted has
     ended.
 
     Args:
@@ -367,7 +351,7 @@ class CudaLane:
         host: the host slots.
         settings: sizes.
         order: layer by layer, or block by block.
-        before_copy: called on the lane's thread before every copy; tests hold or break copies with
+        before_copy: called on the lane's thread before every copy; tests delay or break copies with
             it. If given, the caller's thread submits nothing.
         on_close: called when the lane is closed.
     """
@@ -393,13 +377,12 @@ class CudaLane:
         self._num_events = 0
         self._progress = threading.Condition(threading.RLock())
         self._num_queued = 0
-        self._at_once: deque[CudaEvent] = deque()  # ends of what callers' threads submitted
+        self._at_once: deque[CudaEvent] = deque()  # ends of copies that callers' threads submitted
         self._is_closed = False
         self._on_close = on_close
         self._thread = Threads(1, f"tierkv-{direction.value}")
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
-        """See `Lane.submit`."""
         check_copy(copy, self._direction, self._planes.num_blocks, self._host.num_slots)
         num_layers = self._planes.layout.num_layers
         if not len(copy):
@@ -421,11 +404,11 @@ class CudaLane:
             return job.events
 
     def _may_begin(self, copy: BlockCopy) -> bool:
-        """Return True if the caller's thread may submit units, which takes only microseconds."""
+        """Return whether the caller's thread may submit units, which takes only microseconds."""
         if self._num_queued or self._before_copy is not None or not self._host.is_pinned:
             return False
         if self._host.is_closed or self._planes.is_closed:
-            return False  # that memory is somebody else's: the lane's thread says so
+            return False  # the memory is closed, which the lane's thread will report
         if copy.after and not all(isinstance(event, CudaEvent) for event in copy.after):
             return False
         while self._at_once and self._at_once[0].is_done:
@@ -463,11 +446,8 @@ class CudaLane:
     def _begun(self, copy: BlockCopy) -> tuple[Units, list[tuple[Unit, CudaEvent]]]:
         """Submit the first unit of the copy, or two small ones, on the caller's thread.
 
-        The lane's thread submits the other units and, for a load, the kernel behind the last
-        pieces.
-
-        Returns:
-            The units that are left, and those that were submitted, with the events of their ends.
+        Returns the units that are left, and those that were submitted with the events of their
+        ends. The kernel of a load's last pieces is left to the lane's thread.
         """
         units = self._units(copy, 0.0)
         begun: list[tuple[Unit, CudaEvent]] = []
@@ -501,7 +481,7 @@ class CudaLane:
             self._on_close()
 
     def _run(self, job: _Job) -> None:
-        """Submit all units of a copy, on the lane's thread."""
+        """Submit all remaining units of a copy, on the lane's thread."""
         units = job.units
         try:
             if units is None:
@@ -527,13 +507,7 @@ class CudaLane:
                 self._num_queued -= 1
 
     def _complete_layers(self, job: _Job, unit: Unit, end: CudaEvent) -> None:
-        """Complete the events of the layers that end with a unit.
-
-        Args:
-            job: the copy.
-            unit: a unit that was submitted.
-            end: the event of the unit's end.
-        """
+        """Complete the events of the layers that end with a submitted unit, whose end is `end`."""
         if unit.stop < len(job.copy):
             return
         with self._progress:
@@ -543,12 +517,7 @@ class CudaLane:
             self._progress.notify_all()
 
     def _units(self, copy: BlockCopy, timeout_s: float) -> Units:
-        """Wait for `copy.after`, then submit one unit for each item that the caller takes.
-
-        Args:
-            copy: the copy.
-            timeout_s: seconds to wait for events that are not CUDA's.
-        """
+        """Wait for `copy.after`, then submit one unit for each item that the caller takes."""
         assert self._pipeline is not None, "the thread ends before the pipeline goes"
         if self._planes.is_closed:
             raise LayoutError("these planes are closed")

@@ -1,4 +1,4 @@
-"""GPU memory by CuPy, and planes over it.
+"""GPU memory through CuPy, and planes in it.
 
 Planes are allocated, adopted from an engine in this process, or opened from another process.
 """
@@ -33,7 +33,9 @@ def copy_rectangle(
     rows: int,
     stream: CudaStream,
 ) -> None:
-    """Submit a copy of `rows` rows between GPU memory and pinned memory. The GPU must be bound.
+    """Submit a copy of `rows` rows between GPU memory and pinned memory.
+
+    The GPU must be bound (see `Gpu.bound`).
 
     Args:
         target: address of the first row, and bytes from row to row (below 2 GiB).
@@ -61,7 +63,7 @@ class DeviceMemory:
 
         Args:
             offset: bytes from the start of the memory.
-            shape: rows, and bytes of a row.
+            shape: number of rows, and bytes of a row.
             strides: bytes from row to row, and 1.
         """
         pointer = cupy.cuda.MemoryPointer(self._memory, offset)
@@ -69,7 +71,10 @@ class DeviceMemory:
         return array
 
     def write(self, data: npt.NDArray[np.void]) -> None:
-        """Copy `data` to the start of this memory, and wait for the copy. The GPU must be bound."""
+        """Copy `data` to the start of this memory, and wait for the copy.
+
+        The GPU must be bound (see `Gpu.bound`).
+        """
         assert data.nbytes <= self.num_bytes, "fits"
         runtime.memcpy(self.address, data.ctypes.data, data.nbytes, runtime.memcpyHostToDevice)
 
@@ -88,7 +93,7 @@ def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
     with gpu.bound():
         address = _address(tensor)
         if address is not None:
-            # Asked first: CuPy would copy a tensor of another GPU to this one, and say nothing.
+            # Checked first, since CuPy would silently copy a tensor of another GPU to this one.
             home: int = runtime.pointerGetAttributes(address).device
             if home != gpu.index:
                 raise LayoutError(f"a tensor is on GPU {home}, not on GPU {gpu.index}")
@@ -103,10 +108,19 @@ def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
 
 
 def _address(tensor: object) -> int | None:
-    """Return the address by the CUDA array interface; None if the tensor does not offer one."""
+    """Return a tensor's address by the CUDA array interface.
+
+    None if the tensor does not offer it.
+    """
     try:
         address: int = tensor.__cuda_array_interface__["data"][0]  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, RuntimeError, KeyError):  # KeyError: torch, of an fp8 type
+    # KeyError: from torch, for an fp8 type.
+    except (
+        AttributeError,
+        TypeError,
+        RuntimeError,
+        KeyError,
+    ):
         return None
     return address
 
@@ -129,7 +143,7 @@ def byte_view(
 
 
 def timed_copies(gpu: Gpu, device: int, host: int, num_bytes: int) -> dict[str, float]:
-    """Return the GB/s of a contiguous copy in each direction, by the direction's name.
+    """Measure a contiguous copy in each direction; return the GB/s by the direction's name.
 
     Args:
         gpu: the GPU.
@@ -188,13 +202,13 @@ _GIB = 1 << 30
 
 
 class CudaPlanes:
-    """Planes in GPU memory. See Planes.
+    """Planes in GPU memory; see `Planes`.
 
     Attributes:
         arrays: CuPy arrays, uint8 [num_blocks, block_bytes], in the owner's memory.
         memory: the place of each plane, in the layout's order.
-        rectangles: the rectangles of planes that the copy engine can copy a block as; () if there
-            are none, or too many.
+        rectangles: groups of planes at equal distances, each of which the copy engine can move in
+            one command; () if a block would need more than four.
     """
 
     def __init__(
@@ -214,7 +228,6 @@ class CudaPlanes:
 
     @property
     def arrays(self) -> Sequence[npt.NDArray[np.uint8]]:
-        """See `Planes.arrays`."""
         if self._arrays is None:
             raise LayoutError("these planes are closed")
         return self._arrays
@@ -224,7 +237,7 @@ class CudaPlanes:
         return self._arrays is None
 
     def close(self) -> None:
-        """Release the memory, which is freed when no array over it is left.
+        """Give up the memory, which is freed when no array over it is left.
 
         No copy may be in flight.
 
@@ -286,9 +299,9 @@ def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaP
     Args:
         gpu: the GPU of the tensors.
         layout: the planes' layout.
-        tensors: one per plane of the layout, with `__cuda_array_interface__` or DLPack; the first
-            dimension is the block. Blocks may have gaps between them, and the dimensions inside a
-            block any order, as long as a block's bytes are contiguous.
+        tensors: one for each plane of the layout, with `__cuda_array_interface__` or DLPack. The
+            first dimension is the block. Blocks may have gaps between them, and the dimensions
+            inside a block any order, if a block's bytes are contiguous.
 
     Raises:
         LayoutError: a tensor does not fit the layout.
@@ -320,10 +333,7 @@ def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaP
 
 
 def _allocation(gpu: Gpu, address: int) -> range:
-    """Return the addresses of the allocation that holds `address`.
-
-    The range is empty if the driver knows no such allocation.
-    """
+    """Return the addresses of the allocation that holds `address`; an empty range if unknown."""
     with gpu.bound():
         try:
             start, size = load_driver().allocation_of(address)
@@ -374,7 +384,7 @@ def _views(
 
 
 def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
-    """Describe planes for another process of this machine.
+    """Return a description of planes for another process of this machine.
 
     The memory must come from cudaMalloc and stay until the other process has closed its view.
 
@@ -385,18 +395,15 @@ def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
     shared = []
     with gpu.bound():
         for place in planes.memory:
-            start, _ = load_driver().allocation_of(place.address)  # or CUDA says why not
+            start, _ = load_driver().allocation_of(place.address)  # or raises CUDA's error
             shared.append(SharedPlane(ipc_handle(start), place.address - start, place.stride))
     return tuple(shared)
 
 
 def _check_within(plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
-    """Check that a plane of another process lies within its allocation.
+    """Raise LayoutError if another process's plane reaches beyond its allocation.
 
-    The bounds come from outside, and a kernel that reads beyond an allocation loses the GPU.
-
-    Raises:
-        LayoutError: the plane reaches beyond its allocation.
+    A kernel that reads beyond an allocation loses the GPU.
     """
     end = place.address + (num_blocks - 1) * place.stride + plane.block_bytes
     is_within = place.address in place.allocation and end <= place.allocation.stop
@@ -409,13 +416,13 @@ def opened_planes(
 ) -> CudaPlanes:
     """Open another process's planes by CUDA IPC; `close` unmaps them.
 
-    The two processes order their writes by messages: a copy must end before the other process is
-    notified of it.
+    The two processes order their accesses by messages: this process must not tell the other of a
+    copy before the copy has ended.
 
     Args:
         gpu: the GPU that holds the planes.
         layout: layout of a block.
-        num_blocks: blocks of each plane.
+        num_blocks: number of blocks of each plane.
         shared: the other process's description of each plane.
 
     Raises:

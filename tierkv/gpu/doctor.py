@@ -1,4 +1,4 @@
-"""Limits and speeds of GPUs and memory on this machine, and remedies: for `tierkv doctor`."""
+"""Limits and speeds of GPUs and memory on this machine, with remedies, for `tierkv doctor`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tierkv.gpu.driver import load_driver
 from tierkv.gpu.room import LimitKind, MemoryLimit, memory_limits
 
 if TYPE_CHECKING:
-    from tierkv.gpu.cuda import Gpu  # which needs CuPy
+    from tierkv.gpu.cuda import Gpu  # needs CuPy
 
 _GIB = 1 << 30
 _PROBE_BYTES = 256 << 20
-_GOOD_SHARE = 0.8  # of the wire: headers leave 85 to 90 % of it to data
+_GOOD_SHARE = 0.8  # of the raw speed: headers leave 85 to 90 % of it for data
 _SILENT = "unknown on this machine"
 _LOCKED_GIB = 1.0  # too little for any host tier
 
@@ -115,7 +115,8 @@ def gpu_findings() -> list[Finding]:
         )
         return [Finding("CUDA", str(error), Verdict.BAD, remedy)]
     driver, runtime = versions()
-    fits = driver // 1000 >= runtime // 1000  # within a major version any two go together
+    # Any two versions with the same major number are compatible.
+    fits = driver // 1000 >= runtime // 1000
     findings = [
         Finding(
             "CUDA",
@@ -150,7 +151,8 @@ def _of_gpu(gpu: Gpu) -> list[Finding]:
         node = numa.numa_node_of(gpu.pci_bus_id)
         findings.append(Finding(f"{name} NUMA node", _SILENT if node is None else str(node)))
     measured, speeds = _measured(gpu, name)
-    link = numa.pcie_link(gpu.pci_bus_id)  # now: an idle one may be slower, to save power
+    # Read after the copies, since an idle link may be slower to save power.
+    link = numa.pcie_link(gpu.pci_bus_id)
     if link is None:
         findings.append(Finding(f"{name} PCIe link", _SILENT))
     else:
@@ -212,7 +214,7 @@ _COPY_BYTES = 64 << 20
 
 
 def copy_finding() -> Finding:
-    """Measure a copy within host memory on one thread, which is how the device `cpu` copies."""
+    """Measure a single-threaded copy within host memory, as `device = "cpu"` does for blocks."""
     source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
     took = []
     for _ in range(3):

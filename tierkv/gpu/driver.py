@@ -1,7 +1,6 @@
-"""Calls of the CUDA driver that CuPy lacks or makes with the interpreter's lock held; by ctypes.
+"""Calls of the CUDA driver, by ctypes, that CuPy lacks or makes while it holds the GIL.
 
-A call through ctypes lets other Python threads run, and takes NumPy arrays of addresses as they
-are: 2,048 pieces cost no Python object each, so the event loop goes on beside a big submission.
+A call through ctypes lets other Python threads run, and reads addresses from NumPy arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _STREAM_ORDER = 1  # a copy reads its source when the stream gets there
 class Column:
     """An array of `capacity` addresses or sizes that the driver reads, at a fixed address.
 
-    The address is asked for once: NumPy takes 28 us for that after a pause, and copies wait.
+    The address is computed once, since that takes NumPy up to 28 us.
     """
 
     __slots__ = ("address", "values")
@@ -36,7 +35,10 @@ class Column:
 
 
 class DriverError(Exception):
-    """A driver call failed. Never leaves tierkv.gpu: `Gpu.bound` translates it."""
+    """A driver call failed.
+
+    `Gpu.bound` translates the error, so that it never leaves `tierkv.gpu`.
+    """
 
     def __init__(self, call: str, status: int) -> None:
         super().__init__(f"{call} failed with CUDA error {status}")
@@ -55,7 +57,7 @@ class _Attributes(ctypes.Structure):
 
 
 class Driver:
-    """libcuda of this machine. The calling thread must have the GPU bound in every call."""
+    """libcuda of this machine. Every call needs a bound GPU (see `Gpu.bound`)."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -64,7 +66,7 @@ class Driver:
         self._batch, self._has_fail_index = self._find_batch()
 
     def _find_batch(self) -> tuple[Callable[..., int] | None, bool]:
-        # CUDA 12.8 came with a variant that reports a failed index, 13.0 dropped the argument.
+        # CUDA 12.8 has a variant that reports a failed index; 13.0 dropped that argument.
         try:
             return self._library.cuMemcpyBatchAsync_v2, False
         except AttributeError:
@@ -76,7 +78,7 @@ class Driver:
 
     @property
     def has_batch_copy(self) -> bool:
-        """True if `copy_batch` is one driver call instead of one per piece."""
+        """True if `copy_batch` is one driver call instead of one for each piece."""
         return self._batch is not None
 
     def copy_batch(
@@ -121,7 +123,7 @@ class Driver:
     def copy_each(
         self, targets: Column, sources: Column, sizes: Column, pieces: range, *, stream: int
     ) -> None:
-        """Copy as `copy_batch` does, with a call per piece, for drivers older than CUDA 12.8.
+        """Copy as `copy_batch` does, with a call for each piece, for drivers older than CUDA 12.8.
 
         Args:
             targets: addresses to write.
@@ -166,7 +168,7 @@ class Driver:
         _check("cuMemHostUnregister", self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def has_context(self, index: int) -> bool:
-        """Return True if this process has a primary context on GPU `index`."""
+        """Return whether this process has a primary context on GPU `index`."""
         flags, is_active = ctypes.c_uint(), ctypes.c_int()
         status = self._library.cuDevicePrimaryCtxGetState(
             ctypes.c_int(index), ctypes.byref(flags), ctypes.byref(is_active)

@@ -1,4 +1,4 @@
-"""The kernels of csrc/planes.cu over one set of planes: their arguments and launch sizes."""
+"""The kernels of csrc/planes.cu for one set of planes: their arguments and launch sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierkv.gpu.units import MAX_BLOCKS, Unit
 TILE_BYTES = 4096
 NUM_THREADS = 512
 _WARPS = NUM_THREADS // 32
-_SMALL_BYTES = 32 << 20  # up to here a kernel is there to be fast, not to leave the model room
+_SMALL_BYTES = 32 << 20  # kernels for up to so many bytes use all of the GPU
 # The structs of csrc/planes.cu.
 _TILE = np.dtype([("first", "<u8"), ("stride", "<i8"), ("block_byte", "<u4"), ("num_bytes", "<u4")])
 _UNIT = np.dtype(
@@ -31,7 +31,7 @@ _UNIT = np.dtype(
         ("block_ids", "<i4", MAX_BLOCKS),
     ]
 )
-_UNIT_HEAD = struct.Struct("<QQIIII")  # what stands before its block_ids
+_UNIT_HEAD = struct.Struct("<QQIIII")  # the fields before block_ids
 _PAIRS = np.dtype(
     [
         ("tiles", "<u8"),
@@ -44,7 +44,7 @@ _PAIRS = np.dtype(
 
 
 def tile_table(layout: Layout, memory: tuple[PlaneMemory, ...]) -> npt.NDArray[np.void]:
-    """Return the table of tiles that the kernels copy: pieces of planes of at most TILE_BYTES.
+    """Return the table of tiles that the kernels copy: parts of planes of at most TILE_BYTES.
 
     The tiles cover every byte of a block once, in the layout's order.
 
@@ -75,14 +75,14 @@ def launch_nothing(gpu: Gpu, stream: CudaStream) -> None:
 
 
 class PlaneKernels:
-    """The kernels gather, scatter and within, over `planes`.
+    """The kernels `gather`, `scatter` and `within`, over `planes`.
 
-    For one thread at a time, which must have the GPU bound.
+    For one thread at a time, with the GPU bound (see `Gpu.bound`).
 
     Args:
         gpu: the GPU.
         planes: the planes.
-        num_ctas: most thread blocks per launch.
+        num_ctas: largest number of thread blocks of a launch.
     """
 
     def __init__(self, gpu: Gpu, planes: CudaPlanes, *, num_ctas: int) -> None:
@@ -104,7 +104,7 @@ class PlaneKernels:
         """Copy blocks of the planes to rows of staging memory.
 
         Args:
-            unit: which bytes of the blocks.
+            unit: the bytes of each block to copy.
             block_ids: int32 [n], the blocks.
             staging: address of the first row.
             stream: the stream that orders the kernel.
@@ -115,7 +115,7 @@ class PlaneKernels:
         """Copy rows of staging memory to blocks of the planes.
 
         Args:
-            unit: which bytes of the blocks.
+            unit: the bytes of each block to copy.
             block_ids: int32 [n], the blocks, distinct.
             staging: address of the first row.
             stream: the stream that orders the kernel.
@@ -137,9 +137,9 @@ class PlaneKernels:
         self._launch(name, self._unit, (stop - first) * len(block_ids), stream)
 
     def _tiles_of(self, unit: Unit) -> tuple[int, int]:
-        """Return the range of the unit's layers in the table of tiles: first tile and end."""
+        """Return the first tile, and the index after the last tile, of the unit's layers."""
         ends = (unit.first_byte, unit.first_byte + unit.num_bytes)
-        if ends not in self._found:  # there are about as many as layers
+        if ends not in self._found:  # the cache has about as many entries as layers
             first, stop = np.searchsorted(self._starts, ends).tolist()
             self._found[ends] = (first, stop)
         return self._found[ends]

@@ -1,4 +1,4 @@
-"""Placement near a GPU: its NUMA node, its PCIe link and huge pages, from sysfs and mbind."""
+"""Host memory near a GPU: its NUMA node, its PCIe link, and huge pages, from sysfs and mbind."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 ROOT = Path("/")  # where /proc and /sys are
 _MBIND = {"x86_64": 237, "aarch64": 235}
-_PREFERRED = 1  # take it there if there is room, elsewhere otherwise
+_PREFERRED = 1  # MPOL_PREFERRED: another node if this one is full
 _MAX_NODES = 1024
-HUGE_PAGE = 2 << 20  # of those that a machine sets aside, in bytes
+HUGE_PAGE = 2 << 20  # bytes of one of the huge pages that a machine sets aside
 
 
 @cache
@@ -48,9 +48,9 @@ class PcieLink:
 
     Attributes:
         speed: present speed, in GT/s per lane.
-        width: lanes in use.
-        max_speed: highest speed of the device, in GT/s.
-        max_width: lanes of the device.
+        width: number of lanes in use.
+        max_speed: highest speed of the device, in GT/s per lane.
+        max_width: number of lanes of the device.
     """
 
     speed: float
@@ -60,10 +60,7 @@ class PcieLink:
 
     @property
     def raw_gb_per_s(self) -> float:
-        """The GB/s on the wire, without the encoding (128b/130b from PCIe 3 on).
-
-        About 88 % of them are left for data.
-        """
+        """GB/s of the link at its present speed, of which data can use about 88 %."""
         return self.speed * self.width / 8 * (128 / 130)
 
 
@@ -89,10 +86,10 @@ def pcie_link(pci_bus_id: str) -> PcieLink | None:
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:
-    """Have the pages of a mapping, which must have none yet, placed on a NUMA node if it has room.
+    """Let the kernel place the pages of a new mapping on a NUMA node, as far as it has room.
 
     Args:
-        address: address of the mapping, at the start of a page.
+        address: address of the mapping, at the start of a page; no page may have been used.
         num_bytes: bytes of the mapping.
         node: number of the NUMA node.
 
@@ -117,13 +114,13 @@ def prefer_node(address: int, num_bytes: int, node: int) -> bool:
 
 
 def may_place() -> bool:
-    """Return True if the kernel lets this process place its memory; some containers forbid it."""
+    """Return whether the kernel lets this process place its memory; some containers forbid it."""
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         here = ctypes.c_char.from_buffer(page)
         try:
             return prefer_node(ctypes.addressof(here), mmap.PAGESIZE, 0)
         finally:
-            del here  # or the page cannot be unmapped
+            del here  # otherwise the page cannot be unmapped
 
 
 def transparent_huge_pages() -> str:

@@ -1,4 +1,4 @@
-"""Pinned host memory as slots: near the GPU, on huge pages, pinned chunk by chunk by threads."""
+"""Pinned host memory as slots: near the GPU, on huge pages, pinned in chunks by threads."""
 
 from __future__ import annotations
 
@@ -27,36 +27,35 @@ from tierkv.threads import Threads
 log = logging.getLogger(__name__)
 
 _PAGE = mmap.PAGESIZE  # 64 KiB on some machines
-_MAP_HUGETLB = 0x40000 | 21 << 26  # pages of 2 MiB, whatever size is the machine's default
+_MAP_HUGETLB = 0x40000 | 21 << 26  # pages of 2 MiB, even if the machine's default is another size
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _GIB = 1 << 30
-# Registering memory holds the driver's lock, on which an engine's launches wait. While an engine
-# computes its slots are registered in small chunks, with a rest after each: as long while a copy
-# waits for a chunk, else nine times as long. With rests of one time alone decoding was 10 % slower
-# for as long as 52 GiB took (H200).
+# Registering memory holds the driver's lock, for which an engine's launches wait. While an engine
+# computes, slots are registered in small chunks with a pause after each: once the time of the
+# registration while a copy waits for a chunk, otherwise nine times. With once throughout, decoding
+# was 10 % slower while 52 GiB were pinned (H200).
 _GENTLE_CHUNK_BYTES = 16 << 20
 _GENTLE_REST, _GENTLE_REST_FOR_COPIES = 9.0, 1.0
 
 
-# Pages must not be unmapped while they are registered, also when somebody forgets to close.
+# Registered pages must not be unmapped, even if `close` is never called.
 _pinned_pages: dict[int, npt.NDArray[np.uint8]] = {}
 
 
 class PinnedSlots:
-    """Host slots that are pinned, so that a GPU's copy engines can reach them. See HostSlots.
+    """Host slots that are pinned, so that a GPU's copy engines can reach them; see `HostSlots`.
 
-    This process can use the memory at once. The first chunk is pinned when the constructor returns;
-    the others follow in the background, first the chunks that copies wait for. A copy waits only
-    for the chunks of its slots.
+    This process can use the memory at once. The first chunk is pinned when the constructor returns,
+    the others in the background. A copy waits only until its own slots are pinned.
 
     Args:
         gpu: the GPU near which the memory is placed.
         layout: the planes of a block.
         num_slots: number of slots.
         array: memory that is mapped already, uint8 [num_slots, block_bytes], slots `stride` bytes
-            apart; it must stay mapped until these slots are closed. An engine uses the GPU at the
-            same time, so one thread pins it, and rests while `is_busy`. None to map new memory.
+            apart. It must stay mapped until these slots are closed. One thread pins it, with pauses
+            while `is_busy`. None to map new memory.
         is_busy: returns True while the engine computes.
         num_threads: number of threads that pin new memory.
         chunk_bytes: approximate bytes that are pinned at a time; the attribute has the exact
@@ -79,7 +78,7 @@ class PinnedSlots:
     ) -> None:
         self.num_slots = num_slots
         self._gpu = gpu
-        self._rest = 0.0  # seconds after each second of pinning
+        self._rest = 0.0  # seconds of pause for each second of pinning
         self._is_busy = is_busy
         if array is None:
             array = _mapped(gpu, num_slots, layout.block_bytes)
@@ -92,25 +91,25 @@ class PinnedSlots:
         self.address = array.ctypes.data
         self.stride = array.strides[0]
         _pinned_pages[self.address] = array
-        # Of a piece of each slot, what lies between the pieces is pinned, too.
+        # If the slots are parts of larger ones, the bytes between them are pinned too.
         self._first_byte = self.address // _PAGE * _PAGE
         self._end = self.address + max(num_slots - 1, 0) * self.stride + layout.block_bytes
         self.num_bytes = self._end - self._first_byte if num_slots else 0
         if self.address - self._first_byte + layout.block_bytes > self.stride:
-            chunk_bytes = 1 << 60  # one chunk: its slots would reach into the next
+            chunk_bytes = 1 << 60  # one chunk, since a slot could reach into the next one
         self._chunks = _chunks(num_slots, self.stride, chunk_bytes)
         self._slots_per_chunk = len(self._chunks[0])
         self.chunk_bytes = max(self._slots_per_chunk, 1) * self.stride
         self._registered: list[int] = []  # addresses
-        self.pinned_bytes = 0  # how far pinning has come, of `num_bytes`
-        self.refusal: str | None = None  # why some chunk cannot be pinned
+        self.pinned_bytes = 0  # the part of `num_bytes` that is pinned
+        self.refusal: str | None = None  # reason why a chunk cannot be pinned
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._threads = Threads(num_threads, "tierkv-pin")
         self._pins: list[Future[None]] = [Future() for _ in self._chunks]
         self._left = dict.fromkeys(range(len(self._chunks)))  # chunks that no thread has begun
         self._wanted: deque[int] = deque()  # chunks that copies wait for
-        self.is_pinned = False  # every chunk
+        self.is_pinned = False  # True once every chunk is pinned
         try:
             for _ in range(num_threads):
                 self._threads.submit(self._pin_all)
@@ -121,7 +120,6 @@ class PinnedSlots:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """See `HostSlots.array`."""
         if self._array is None:
             raise LayoutError("these host slots are closed")
         return self._array
@@ -153,7 +151,7 @@ class PinnedSlots:
         self.is_pinned = all(_is_good(pin) for pin in self._pins)
 
     def close(self) -> None:
-        """Unpin the memory; it is unmapped when no view of it is left. Nothing may be in flight.
+        """Unpin the memory, which is unmapped when no view of it is left. No copy may be in flight.
 
         Raises:
             LayoutError: the slots are closed already.
@@ -183,7 +181,7 @@ class PinnedSlots:
                 self._closing.wait(rest * (time.monotonic() - began))
         if self._closing.is_set():
             for pin in self._pins:
-                pin.cancel()  # no copy waits any more
+                pin.cancel()  # no copy waits any longer
 
     def _next(self) -> int | None:
         """Return the next chunk to pin; None if all are pinned, or the slots are being closed."""
@@ -201,7 +199,7 @@ class PinnedSlots:
             return index
 
     def _pin(self, chunk: range) -> None:
-        """Give the slots of `chunk` memory, and register them with the driver."""
+        """Allocate the pages of a chunk's slots, and register them with the driver."""
         address = self._first_byte + chunk.start * self.stride
         num_bytes = min(self._first_byte + chunk.stop * self.stride, self._end) - address
         _populate(address, num_bytes)
@@ -229,7 +227,7 @@ def _is_good(pin: Future[None]) -> bool:
 
 
 def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
-    """Divide the slots into chunks that start and end at the boundary of a page.
+    """Divide the slots into chunks that start and end at page boundaries.
 
     Two registrations may not share a page, and one copy may not span two registrations.
     """
@@ -243,7 +241,7 @@ def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
 def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]:
     """Map new memory near the GPU, uint8 [num_slots, block_bytes], aligned to huge pages.
 
-    No page is written, so pages get memory later.
+    The pages are allocated later, when they are first used.
     """
     num_bytes = num_slots * block_bytes
     length = -(-max(num_bytes, 1) // numa.HUGE_PAGE) * numa.HUGE_PAGE
@@ -277,10 +275,9 @@ def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]
 def _huge_pages(length: int) -> mmap.mmap | None:
     """Map `length` bytes of the huge pages that the machine has set aside.
 
-    These pages count in no memory limit of a container.
+    None if there are too few.
 
-    Returns:
-        None if there are too few, or other processes have reserved them.
+    These pages count in no memory limit of a container.
     """
     if numa.free_huge_pages() * numa.HUGE_PAGE < length:
         return None
@@ -294,9 +291,10 @@ def _huge_pages(length: int) -> mmap.mmap | None:
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Give every page of a range memory, without changing its content.
+    """Allocate every page of a range, without changing its content.
 
-    If the kernel is too old for this, the driver does it when it registers the pages, more slowly.
+    On a kernel older than Linux 5.14 this does nothing; the driver then allocates the pages when it
+    registers them, more slowly.
     """
     start = address // _PAGE * _PAGE
     length = -(-(address + num_bytes) // _PAGE) * _PAGE - start
@@ -309,7 +307,7 @@ def _cannot_pin(error: DriverError, num_bytes: int) -> ConfigError:
     remedy = f"lower {HOST_SETTING}, or free memory on this machine"
     limit = memlock()
     if limit.left_bytes is not None and limit.left_bytes < num_bytes:
-        # By itself the limit does not stop every driver.
+        # Not every driver obeys the limit, so it may not be the cause.
         may_lock = size(limit.left_bytes)
         remedy += f" (this process may lock {may_lock}: if that is the cause, {limit.remedy})"
     return ConfigError(f"{size(num_bytes)} of host memory cannot be pinned ({error}): {remedy}")

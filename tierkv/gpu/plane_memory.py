@@ -1,10 +1,10 @@
-"""The places of planes on a GPU, and which planes its copy engine can move as one rectangle.
+"""The addresses of planes on a GPU, and which planes its copy engine can move together.
 
     in a slot   | key 0 | value 0 | key 1 | value 1 | ...     rows of a rectangle: all the keys,
     planes      key 0 ...   value 0 ...   key 1 ...           equally far apart on either side
 
-A copy engine refuses to cross allocations (cudaErrorInvalidValue), however near they lie: an
-engine's tensors are often one allocation each. This module has no access to a GPU.
+A copy engine moves planes at equal distances in one command, as a rectangle, if they are in one
+allocation; an engine's tensors often are one allocation each. This module does not use a GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from tierkv.cache.layout import Layout, Plane
 
-_MAX_PITCH = 1 << 31  # of a copy engine's rectangles
-_MAX_RECTANGLES = 4  # of a block: each is a call
+_MAX_PITCH = 1 << 31  # upper limit of a copy engine
+_MAX_RECTANGLES = 4  # for one block, since each needs a call
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneMemory:
-    """The place of a plane on its GPU: block b lies at address + b * stride.
+    """The addresses of a plane on its GPU: block b lies at address + b * stride.
 
     Attributes:
         address: address of block 0.
@@ -40,12 +40,10 @@ class PlaneMemory:
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Planes at equal distances.
-
-    The copy engine copies a block's bytes in all of them in one command.
+    """Planes at equal distances, in which the copy engine can move a block in one command.
 
     Attributes:
-        memory: place of the first plane.
+        memory: addresses of the first plane.
         pitch: bytes from one plane to the next on the GPU.
         block_byte: offset of the first plane in a host slot.
         slot_pitch: bytes from one plane to the next in a host slot.
@@ -75,11 +73,11 @@ def rectangles_of(
 
     Args:
         layout: the planes' layout.
-        memory: the place of each plane.
-        num_blocks: blocks of the planes.
+        memory: the addresses of each plane.
+        num_blocks: number of blocks of the planes.
 
     Returns:
-        The rectangles; () if the planes do not lie in at most four rectangles.
+        The rectangles; () if more than four would be needed.
     """
     places = [
         _Place(plane, where, start)

@@ -1,12 +1,12 @@
-"""The protocol of devices: planes, host slots, ordered streams, pollable events, copy lanes.
+"""The protocol of devices: planes, host slots, streams, events, and lanes for copies.
 
 Planes are the device's memory for blocks, one array for each role (key, value, ...) of each layer.
 A lane is a queue of copies in one direction between planes and host slots. A device may also share
 its planes with other processes of the machine.
 
-"Submitted" and "done" are different words here. `submit` and `record` return at once with the work
-merely submitted; only an event that reports `is_done` says that bytes have arrived. The CPU device
-keeps all of this, including that copies finish later, in order per stream.
+`submit` and `record` return before the work is done. Only an event that reports `is_done` says that
+bytes have arrived. The CPU device behaves in the same way: copies finish later, in order per
+stream.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Ids = npt.NDArray[np.int32]
 class Event(Protocol):
     """A point in the work of a stream.
 
-    The events of one line (such as a stream) are done in the order of their positions, so only the
-    first event of each line need be polled. An event without others has a line of its own.
+    Events with the same `line` are done in the order of their `position`, so only the first of them
+    need be polled. `line` identifies a stream, or a single event that has no order with others.
     """
 
     @property
@@ -62,7 +62,7 @@ class Event(Protocol):
 
 
 class FailedEvent:
-    """The event of work that could not be submitted: each look at the event raises the error."""
+    """The event of work that could not be submitted: `is_done` and `block_until_done` raise."""
 
     position = 0
 
@@ -75,11 +75,9 @@ class FailedEvent:
 
     @property
     def is_done(self) -> bool:
-        """See `Event.is_done`; always raises."""
         raise self._error
 
     def block_until_done(self, timeout_s: float) -> None:  # noqa: ARG002 - the protocol's
-        """See `Event.block_until_done`; always raises."""
         raise self._error
 
 
@@ -92,8 +90,8 @@ class Stream(Protocol):
     def wait(self, event: Event, timeout_s: float) -> None:
         """Let work that is submitted after this call start only when `event` is done.
 
-        On CUDA the call returns at once and costs no host round trip. On the CPU, where compute
-        runs on the calling thread, the call itself blocks until the event is done.
+        On CUDA the GPU waits and the call returns at once. On the CPU, where the engine computes on
+        the calling thread, the call itself blocks until the event is done.
 
         Args:
             event: the event to wait for.
@@ -102,21 +100,21 @@ class Stream(Protocol):
 
 
 class HostSlots(Protocol):
-    """Pinned host memory as slots of one block each: uint8 [num_slots, block_bytes], C order."""
+    """Host memory as slots of one block each, pinned if the device is a GPU."""
 
     @property
     def num_slots(self) -> int: ...
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """The memory, uint8 [num_slots, block_bytes].
+        """The memory, uint8 [num_slots, block_bytes], C order.
 
         Raises:
             LayoutError: the slots are closed.
         """
 
     def close(self) -> None:
-        """Free the memory. A second call raises."""
+        """Free the memory. A second call raises LayoutError."""
 
 
 class Planes(Protocol):
@@ -140,10 +138,10 @@ class Planes(Protocol):
         """
 
     def close(self) -> None:
-        """Release the memory. A second call raises LayoutError."""
+        """Free the memory. A second call raises LayoutError."""
 
 
-FEW_IDS = 256  # up to this number a loop in Python is faster than NumPy after a pause
+FEW_IDS = 256  # up to this number of ids, a loop in Python is faster than NumPy
 
 
 class Direction(Enum):
@@ -153,7 +151,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A validated list of blocks to copy: slot_ids[i] of the host with block_ids[i] of the device.
+    """A copy between host slots and device blocks: slot slot_ids[i] with block block_ids[i].
 
     Args:
         direction: LOAD copies slots to blocks, OFFLOAD blocks to slots.
@@ -180,7 +178,7 @@ class BlockCopy:
 
     @property
     def target_ids(self) -> Ids:
-        """The places that are written: device blocks of a load, host slots of an offload."""
+        """Ids of the destinations: device blocks of a load, host slots of an offload."""
         return self.block_ids if self.direction is Direction.LOAD else self.slot_ids
 
     def __len__(self) -> int:
@@ -190,7 +188,7 @@ class BlockCopy:
 def _has_twice(ids: Ids) -> bool:
     if len(ids) <= FEW_IDS:
         return len(set(ids.tolist())) < len(ids)
-    in_order = np.sort(ids)  # a third of what np.unique takes
+    in_order = np.sort(ids)  # takes a third of the time of np.unique
     return bool((in_order[1:] == in_order[:-1]).any())
 
 
@@ -198,21 +196,21 @@ class Lane(Protocol):
     """A queue of copies in one direction of one device, done in the order of their submission."""
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
-        """Start `copy`; return one event per layer of the layout, done in layer order.
+        """Submit `copy`; return one event for each layer of the layout, done in layer order.
 
-        The last event is the end of the copy. The events of an empty copy are done. The call takes
-        microseconds, on any thread: longer work is left to a thread of the lane.
+        The last event is the end of the copy. The events of an empty copy are done. Thread-safe;
+        takes microseconds, since longer work is done by a thread of the lane.
 
         Raises:
             LayoutError: an id is out of range; nothing was submitted.
         """
 
     def close(self) -> None:
-        """Wait for the copies in flight, then release streams and staging memory."""
+        """Wait until the submitted copies have ended, then free streams and staging memory."""
 
 
 class Device(Protocol):
-    """One accelerator (or the CPU) and its memory. Close it after all objects that it has made."""
+    """One GPU (or the CPU) and its memory. Close it after all objects that it has made."""
 
     @property
     def name(self) -> str: ...
@@ -223,16 +221,16 @@ class Device(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """The reason why this process has lost the device for good; None while the device works."""
+        """The reason why this process can no longer use the device; None while the device works."""
 
     @property
     def status(self) -> str:
-        """The state of the device in one line for people: name, unfinished set-up, or failure."""
+        """The state of the device as a line of text: its name, unfinished setup, or failure."""
 
     def computing(self) -> AbstractContextManager[None]:
         """Return a context in which the calling thread computes on this device with `array_module`.
 
-        Work runs in the order of `compute_stream`. Errors of the device become TransferError, or
+        The work runs on `compute_stream`. Errors of the device become TransferError, or
         DeviceFailedError if the device is lost.
         """
 
@@ -259,19 +257,18 @@ class Device(Protocol):
         """
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
-        """Open a lane, which the caller closes.
+        """Open a lane for copies in one direction; the caller closes it.
 
         Args:
             direction: LOAD copies slots to blocks, OFFLOAD blocks to slots.
-            planes: the device's memory, from this device.
+            planes: planes that this device has made.
             host: the host slots.
         """
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
         """Copy blocks within the device, after all work submitted to `compute_stream` so far.
 
-        Any thread may call this method; the event loop's thread only for at most
-        `quick_copy_bytes`.
+        Thread-safe. On the event loop's thread, copy at most `quick_copy_bytes`.
 
         Args:
             planes: the planes of the blocks.
@@ -281,7 +278,7 @@ class Device(Protocol):
 
     @property
     def quick_copy_bytes(self) -> int:
-        """The most bytes that `copy_blocks` copies before it returns, without blocking for long."""
+        """Largest number of bytes that `copy_blocks` copies without blocking its caller long."""
 
     @property
     def compute_stream(self) -> Stream:
@@ -289,7 +286,7 @@ class Device(Protocol):
 
     @property
     def sharing(self) -> Sharing | None:
-        """The operations by which other processes reach the planes; None if they cannot."""
+        """The operations by which processes share planes with each other; None if they cannot."""
 
     def close(self) -> None: ...
 
@@ -301,7 +298,7 @@ class SharedPlane(msgspec.Struct, frozen=True):
     """A plane as another process can open it.
 
     Attributes:
-        handle: names the memory: a CUDA IPC handle, or a process id on the CPU.
+        handle: identifies the memory: a CUDA IPC handle, or a process id on the CPU.
         offset: bytes from the start of that memory to block 0.
         stride: bytes from one block to the next.
     """
@@ -316,8 +313,8 @@ class SharedPlanes(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         owner: the process that has the planes.
-        name: changes whenever the owner replaces its planes, since handles and addresses are used
-            again.
+        name: changes whenever the owner replaces its planes; handles and addresses may stay the
+            same.
         place: UUID of the GPU, or "cpu".
         num_blocks: number of blocks.
         planes: the planes in the layout's order.
@@ -331,12 +328,10 @@ class SharedPlanes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerPlanes(Protocol):
-    """Planes of another process that were opened here. For one thread at a time."""
+    """Planes of another process that this process has opened. For one thread at a time."""
 
     def copy(self, source_ids: Ids, target_ids: Ids) -> None:
-        """Copy blocks of the other process to blocks of this process.
-
-        The call blocks the thread until no byte moves any more.
+        """Copy blocks of the other process to blocks of this process, and wait for the copy.
 
         Args:
             source_ids: int32 [n], blocks of the other process.
@@ -360,7 +355,7 @@ class Sharing(Protocol):
     def place(self) -> str: ...
 
     def share(self, planes: Planes) -> tuple[SharedPlane, ...]:
-        """Describe the planes for another process.
+        """Return a description of the planes, with which another process can open them.
 
         Raises:
             ConfigError: no other process can open memory of this kind.
@@ -374,6 +369,6 @@ class Sharing(Protocol):
             shared: the other process's description of its planes.
 
         Raises:
-            ConfigError: no planes of that GPU or kind can be read from here.
+            ConfigError: this process cannot read memory of that GPU or kind at all.
             TransferError: these planes cannot be read.
         """

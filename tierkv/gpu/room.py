@@ -29,17 +29,17 @@ HOST_SETTING = "cache.host_blocks (an engine's host_bytes)"
 
 _GIB = 1 << 30
 _MIB = 1 << 20
-_NO_LIMIT = 1 << 60  # cgroups of version 1 say a number about as large where there is no limit
-_MAX_RESERVE_BYTES = 64 * _MIB  # page tables, 1/512 of the memory, and what the process itself uses
+_NO_LIMIT = 1 << 60  # cgroups of version 1 report about this number if there is no limit
+_MAX_RESERVE_BYTES = 64 * _MIB  # for page tables (1/512 of the memory) and the process itself
 
 
 class LimitKind(Enum):
-    """The consequence for a process that takes more memory than a limit leaves.
+    """The consequence for a process that uses more memory than a limit allows.
 
-    PAGES: the kernel kills the process, once it writes the pages.
-    MACHINE: the same, unless the machine swaps, or gets more memory while it is used.
-    ADDRESSES: the mapping is refused, whether its pages are new or not.
-    LOCKED: some drivers refuse to pin.
+    PAGES: the kernel kills the process when it writes to new pages.
+    MACHINE: the same, unless the machine swaps, or gets more memory at run time.
+    ADDRESSES: the mapping is refused, even if its pages exist already.
+    LOCKED: some drivers refuse to pin memory.
     NONE: nothing, since tierkv allocates none of this memory.
     """
 
@@ -57,8 +57,8 @@ class MemoryLimit:
     Attributes:
         what: name of the limited memory, as `tierkv doctor` shows it.
         source: file or call that the figures come from.
-        kind: consequence of taking more.
-        left_bytes: bytes that the process may still take; None without a limit.
+        kind: consequence of exceeding the limit.
+        left_bytes: bytes that the process may still use; None without a limit.
         limit_bytes: the limit itself; None without one.
         remedy: action that raises the limit.
     """
@@ -72,7 +72,7 @@ class MemoryLimit:
 
     @property
     def sentence(self) -> str:
-        """The free bytes of the limit, as a phrase with its source."""
+        """The bytes that the limit leaves, as a phrase with the source."""
         if self.left_bytes is None or self.limit_bytes is None:
             return "no limit"
         if self.limit_bytes == 0:
@@ -81,7 +81,7 @@ class MemoryLimit:
 
 
 def size(num_bytes: int) -> str:
-    """Return `num_bytes` as a person reads them: "2.00 GiB", "600.0 MiB"."""
+    """Return a number of bytes as readable text, such as "2.00 GiB" or "600.0 MiB"."""
     if num_bytes >= _GIB:
         return f"{num_bytes / _GIB:.2f} GiB"
     return f"{num_bytes / _MIB:.1f} MiB"
@@ -97,15 +97,16 @@ def require_room(
 ) -> None:
     """Check that this process may allocate `num_bytes` more; warn if the machine may lack memory.
 
-    Memory that was allocated through `track` and is not filled yet counts as used.
+    Memory passed to `track` counts as used even before it is filled.
 
     Args:
         num_bytes: bytes of a mapping that is about to be made.
         what: the memory's name in the error's sentence, such as "the host tier".
-        setting: the setting that asks for less, such as "cache.host_blocks".
-        has_new_pages: False for a mapping whose pages exist or were set aside before: only
-            addresses are counted.
-        is_filled_now: True for memory that is written at once; the machine must have it now.
+        setting: the setting to lower, such as "cache.host_blocks".
+        has_new_pages: False for a mapping whose pages exist or were set aside before: only the
+            limit on addresses is checked.
+        is_filled_now: True for memory that is written at once, so that the machine must have it
+            now.
 
     Raises:
         ConfigError: a limit leaves too little. The sentence names the limit and the remedy.
@@ -136,7 +137,7 @@ def require_room(
 
 
 def memory_limits() -> list[MemoryLimit]:
-    """Return all possible limits on this process's memory, also those that are not set."""
+    """Return all possible limits on this process's memory, including those that are not set."""
     return [
         _cgroup_limit(),
         _available(),
@@ -194,10 +195,7 @@ def _huge_pages() -> MemoryLimit:
 
 
 def _shared_memory_folder() -> MemoryLimit:
-    """Return the room in /dev/shm, through which engines share memory.
-
-    tierkv itself shares memory by files that the kernel keeps outside of /dev/shm.
-    """
+    """Return the room in /dev/shm, which engines use to share memory; tierkv itself does not."""
     left = limit = None
     try:
         found = os.statvfs(numa.ROOT / "dev/shm")
@@ -228,7 +226,7 @@ def _cgroup_limit() -> MemoryLimit:
 
 @dataclass(frozen=True, slots=True)
 class _CgroupVersion:
-    """The places where a version of cgroups keeps its figures of memory.
+    """The files in which a version of cgroups keeps its memory figures.
 
     Attributes:
         controller: the controller's name in /proc/self/cgroup; "" for version 2.
@@ -247,7 +245,7 @@ class _CgroupVersion:
     def folders(self) -> list[Path]:
         """Return the folders of this process's cgroup and of its parents.
 
-        In a container the cgroup may be the base, whatever /proc/self/cgroup says.
+        In a container the cgroup may be the base, even if /proc/self/cgroup names another.
         """
         base = numa.ROOT / self.base
         folders = [base]
@@ -286,15 +284,15 @@ _CGROUP_VERSIONS = (
     ),
 )
 
-# Address and bytes of memory that may lack pages yet, by an own number.
+# Address and bytes of memory that may lack pages yet, by a number of its own.
 _tracked: dict[int, tuple[int, int]] = {}
 
 
 def track(owner: object, address: int, num_bytes: int) -> None:
-    """Have `require_room` count this memory as taken, filled or not, until `owner` is deleted.
+    """Let `require_room` count this memory as used, filled or not, until `owner` is deleted.
 
     Args:
-        owner: the object whose deletion unmaps the memory; weak references to it must be possible.
+        owner: the object whose deletion unmaps the memory; it must support weak references.
         address: address of the first byte.
         num_bytes: length of the memory in bytes.
     """

@@ -1,10 +1,10 @@
-"""The cutting of a copy into units of work: which layers of which blocks travel together.
+"""The division of a copy into units: which layers of which blocks are copied together.
 
     layout's block   | layer 0 | layer 1 | layer 2 | ...      span: consecutive layers
     blocks           0 1 2 ... n                              unit: a span of some of the blocks
 
-A unit is one batch of pieces for the copy engine (a piece per block) and one kernel. This module
-has no access to a GPU.
+The copy engine copies a unit in pieces, one or more for each block, and one kernel then moves it
+between staging memory and planes. This module does not use a GPU.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tierkv.cache.layout import Layout
 from tierkv.errors import LayoutError
 from tierkv.gpu.protocol import Event
 
-Bytes = npt.NDArray[np.uint64]  # addresses, or how many
+Bytes = npt.NDArray[np.uint64]  # addresses or byte counts
 
 MAX_BLOCKS = 960  # as in csrc/planes.cu
-FIRST_BLOCKS = 128  # of the first unit: at 1.5 us a piece it may be an event loop that submits them
-_KEEP_UP_TO = 64  # plans for so few blocks are kept: making one takes longer than using it
-ROW_ALIGNMENT = 16  # rows of staging start where 16-byte vectors may
+FIRST_BLOCKS = 128  # in the first unit, which an event loop may submit, at 1.5 us a block
+_KEEP_UP_TO = 64  # plans for up to so many blocks are kept
+ROW_ALIGNMENT = 16  # rows of staging memory are aligned for 16-byte vectors
 
 
 class Order(Enum):
     """The order of a copy's units.
 
-    LAYERS copies the first layers of all blocks first, so that the model may start. BLOCKS copies
-    block by block, in fewer and larger pieces.
+    LAYERS copies the first layers of all blocks first, so that the model can start early. BLOCKS
+    copies block by block, in fewer and larger pieces.
     """
 
     LAYERS = "layers"
@@ -45,36 +45,34 @@ class Order(Enum):
 class UnitSizes:
     """Sizes of a copy's units, in bytes. Figures were measured on an H200.
 
-    A unit has 1 / `share` of the copy's bytes, but at least 2 * `min_unit` and at most `max_unit`.
-    Copies of up to 2 * `min_unit` are one unit, since another kernel would cost more than it hides.
-    The first unit is smaller (`first`), so that the first layer arrives early; the units at the end
-    halve down to `last`, so that little is left to scatter and compute after the last byte.
+    A unit is a part of a copy that passes through staging memory at once. It has 1 / `share` of the
+    copy's bytes, but at least 2 * `min_unit` and at most `max_unit`. A copy of up to 2 * `min_unit`
+    is one unit. The first unit is smaller (`first`), so that the first layer arrives early. The
+    last units become smaller down to `last`, so that little work is left after the last byte has
+    arrived.
 
     Attributes:
-        first: size of the first unit, which has at most FIRST_BLOCKS blocks. The caller's thread
-            submits this unit; its bytes keep the copy engine busy until the lane's thread
-            continues, after 0.5 to 0.7 ms. PCIe 5 moves 32 MiB in 0.6 ms.
+        first: size of the first unit, which has at most FIRST_BLOCKS blocks. The copy engine is
+            busy with it until the lane's thread submits the next, 0.5 to 0.7 ms later; PCIe 5 moves
+            32 MiB in 0.6 ms.
         min_unit: half of the smallest size of a unit that is neither the first nor near the end.
-        max_unit: largest size of a unit. The model's next kernel waits for the unit's kernel, 90 us
-            for 128 MiB. During a load, decoder layers lose 1.7 % with 128 MiB and 0.5 % with
-            64 MiB; the load keeps 98.5 % of the limit with either.
-        last: size down to which units halve at the end. With 8 MiB, a load during decoder layers
-            keeps 97.7 % of the limit instead of 98.5 %: smaller units wait for kernels of the model
-            just as long.
-        last_share: in a small copy the last unit has 1 / `last_share` of the bytes, if that is
-            less than `last`, but at least `min_unit`. An 8B model computes a layer as fast as 256
-            MiB bring one: four layers in the last unit cost 0.3 ms of 5 ms.
+        max_unit: largest size of a unit. During a load, decoder layers lose 0.5 % of their speed
+            with 64 MiB and 1.7 % with 128 MiB, since the model's next kernel waits for the unit's
+            kernel.
+        last: size down to which units halve at the end. Smaller ones slow the load: with 8 MiB it
+            reaches 97.7 % of the limit instead of 98.5 %.
+        last_share: in a small copy the last unit has 1 / `last_share` of the bytes, if that is less
+            than `last`, but at least `min_unit`.
         share: number of units of a copy, if neither limit applies.
-        piece: smallest piece for the copy engine; layers are joined to reach it. 256 KiB pieces
-            reach 98 % of a contiguous copy, 1 MiB 98.6 %.
-        max_piece: largest piece of joined layers in the middle of a load, where the model computes
-            earlier layers anyway; a piece costs the submitting thread 1 to 4 us. Pieces of a small
-            load are no larger than a block's part of a unit.
-        offload_piece: smallest piece of an offload, where a piece costs more: 256 KiB pieces reach
-            92 to 94 %, 512 KiB 95 to 96 %, 1 MiB 97 %, 2 MiB 98 %.
-        straight_row: smallest row of a rectangle of planes with which a copy of whole blocks begins
-            without staging. With rows of 128 KiB, 2 GiB to the host reach 99.2 % instead of 98.8 %;
-            with rows of 32 KiB no more.
+        piece: smallest piece for the copy engine; layers are joined to reach it. Pieces of 256 KiB
+            reach 98 % of the speed of a contiguous copy, 1 MiB 98.6 %.
+        max_piece: largest piece of joined layers in the middle of a load. Larger pieces save the
+            submitting thread 1 to 4 us each.
+        offload_piece: smallest piece of an offload: pieces of 256 KiB reach 92 to 94 % of the speed
+            of a contiguous copy, 1 MiB 97 %, 2 MiB 98 %.
+        straight_row: smallest row of a rectangle of planes for which the first blocks of a copy are
+            copied without staging. With rows of 128 KiB, 2 GiB to the host reach 99.2 % instead of
+            98.8 %; with rows of 32 KiB there is no gain.
     """
 
     first: int = 32 << 20
@@ -125,7 +123,7 @@ def row_of(num_bytes: int) -> int:
 
 
 class UnitPlanner:
-    """The plans of copies of one layout, in one order."""
+    """Divides copies of blocks of one layout into units, in one order."""
 
     def __init__(self, layout: Layout, order: Order, sizes: UnitSizes) -> None:
         self._order = order
@@ -172,14 +170,9 @@ class UnitPlanner:
     def _spans(self, num_blocks: int, target: int, first: int, last: int) -> Iterator[range]:
         """Yield the ranges of layers that are copied together, in order.
 
-        With Order.LAYERS a range is as small as pieces and units of a good size allow, and smallest
-        at both ends.
-
-        Args:
-            num_blocks: blocks of the copy.
-            target: bytes of a unit in the middle of the copy.
-            first: bytes of the first unit.
-            last: bytes of the last unit.
+        With Order.LAYERS the ranges are as small as the sizes of units and pieces allow, and
+        smallest at both ends. `target`, `first` and `last` are the bytes of a middle, the first and
+        the last unit.
         """
         if self._order is Order.BLOCKS:
             yield range(self._num_layers)
@@ -189,7 +182,7 @@ class UnitPlanner:
         if target < self._sizes.max_unit:
             max_piece = target // num_blocks
         while start < self._num_layers:
-            left = self._starts[-1] - self._starts[start]  # of each block
+            left = self._starts[-1] - self._starts[start]  # bytes of each block that are left
             of_unit = min(aim, max(num_blocks * left // 2, last)) // num_blocks
             of_piece = max(min(piece, left // 2), self._sizes.piece)
             stop = start + 1
@@ -208,8 +201,7 @@ def joined(
 ) -> tuple[npt.NDArray[np.intp], Bytes]:
     """Join neighbouring blocks to larger pieces.
 
-    No piece spans two chunks of the memory at `start`, since the driver registers each chunk by
-    itself.
+    No piece spans two chunks of the memory, since the driver registers each chunk separately.
 
     Args:
         slots: ascending addresses of the blocks.
@@ -235,7 +227,7 @@ _ALIGNMENT = 256
 
 
 class Ring(Generic[E]):
-    """The management of `capacity` bytes of staging memory, which are reserved in turn.
+    """Reservations in `capacity` bytes of staging memory, which is used in turn from start to end.
 
     Positions increase without end; the remainder by `capacity` is the offset.
 
@@ -253,9 +245,8 @@ class Ring(Generic[E]):
         """Reserve the next `num_bytes` bytes; a call of `use_until` must follow.
 
         Returns:
-            The offset, and the event before which the bytes must not be written. The event is None
-                if the writer, which waits for the events of earlier calls in order, has waited long
-                enough already.
+            The offset, and an event to wait for before the bytes are written. None if there is
+                none, or the caller has waited for it in an earlier call.
 
         Raises:
             LayoutError: the ring is smaller than `num_bytes`.
@@ -273,7 +264,8 @@ class Ring(Generic[E]):
         self._head = start + num_bytes
         freed_by: E | None = None
         while self._in_use and self._in_use[0][0] < self._head - self.capacity:
-            _, freed_by = self._in_use.popleft()  # events come in order: the last one covers all
+            # Events are done in order, so the last one is enough.
+            _, freed_by = self._in_use.popleft()
         self._reserved = start
         return start % self.capacity, freed_by
 

@@ -210,9 +210,8 @@ class Link:
             with self._sending:
                 if descriptors:
                     data = data[socket.send_fds(self._socket, [data], descriptors) :]
-                if (
-                    data
-                ):  # an empty send fails, too, if the other end has read everything and closed
+                # An empty send fails, too, if the other end has read everything and closed.
+                if data:
                     self._socket.sendall(data)
         except OSError as error:
             raise LinkClosedError(

@@ -351,9 +351,8 @@ def multiply(tiles: Floats, weight: Floats, xp: ModuleType) -> Floats:
     if weight.ndim == 2:  # noqa: PLR2004 - a matrix
         whole: Floats = xp.matmul(tiles, weight)
         return whole
-    panels = xp.matmul(
-        tiles[None], weight[:, None]
-    )  # a panel stays in the CPU's cache for all tiles
+    # A panel stays in the CPU's cache for all tiles.
+    panels = xp.matmul(tiles[None], weight[:, None])
     joined: Floats = panels.transpose(1, 2, 0, 3).reshape(*tiles.shape[:2], -1)
     return joined
 

@@ -733,9 +733,8 @@ class Growth:
         request.check_wanted()
         if num_tokens < 0:
             raise BadRequestError(f"num_tokens must not be negative: {num_tokens}")
-        tokens = request.whole_prompt.num_tokens + operator.index(
-            num_tokens
-        )  # a NumPy integer becomes an int
+        # A NumPy integer becomes an int.
+        tokens = request.whole_prompt.num_tokens + operator.index(num_tokens)
         count = self._missing(request, tokens)
         if not count or (self._is_free(request) and self._has_grown(request, count)):
             return

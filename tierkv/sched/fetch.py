@@ -216,9 +216,8 @@ class FetchGroups:
             kept[:blocks] = True
             kept[list(refused)] = False
             node = landed.lease.node
-            for start, stop in runs_of(
-                kept[:blocks]
-            ):  # the other blocks had copies on the host already
+            # The other blocks had copies on the host already.
+            for start, stop in runs_of(kept[:blocks]):
                 tiers.events.publish(
                     CacheEventKind.STORED, "host", node, first + start, first + stop
                 )
@@ -742,9 +741,8 @@ class _Fetch:
             wanted = self._worth_fetching(keys[:present], question)
             if not wanted:
                 return
-            num_first = (
-                1 if question.is_try else GROUP_BLOCKS
-            )  # a small first group, for an early measurement
+            # A small first group, for an early measurement.
+            num_first = 1 if question.is_try else GROUP_BLOCKS
             await self.shared.groups.fetch(
                 self.prompt, self.landed, wanted, self._arrived, num_first=num_first
             )

@@ -174,9 +174,8 @@ class Lifecycle:
                     return
                 if not is_last:
                     await asyncio.sleep(0)
-            if (
-                tiers.work.num_changes == seen
-            ):  # otherwise nodes examined before may be evictable now
+            # After a change, nodes examined before may be evictable.
+            if tiers.work.num_changes == seen:
                 await tiers.work.next_change()
 
     def _clear(

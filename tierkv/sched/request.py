@@ -488,9 +488,8 @@ class RequestSpec(msgspec.Struct, frozen=True):
             raise BadRequestError("the prompt is empty: give at least one token")
         if self.max_new_tokens < 0:
             raise BadRequestError(f"max_new_tokens must not be negative: {self.max_new_tokens}")
-        total = self.prompt.num_tokens + operator.index(
-            self.max_new_tokens
-        )  # a NumPy integer becomes an int
+        # A NumPy integer becomes an int.
+        total = self.prompt.num_tokens + operator.index(self.max_new_tokens)
         msgspec.structs.force_setattr(self, "num_blocks", -(-total // self.prompt.block_size))
 
     @property
@@ -668,9 +667,8 @@ class Request(msgspec.Struct, eq=False):
         """
         self.check_wanted()
         wanted = self.spec.prompt.tokens
-        if (
-            tokens is wanted and not self.computed_tokens
-        ):  # the usual case, for which the table has room
+        # The usual case, for which the table has room.
+        if tokens is wanted and not self.computed_tokens:
             return
         room = len(self.block_table) * self.prompt.block_size
         if len(tokens) % TOKEN_BYTES or len(tokens) // TOKEN_BYTES > room:

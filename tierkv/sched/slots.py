@@ -69,9 +69,8 @@ class Work:
         self._listeners: list[Callable[[], None]] = []
         self._changed: asyncio.Event | None = None  # created by the first wait
         self._is_closed = False
-        self._at_work: Counter[str] = (
-            Counter()
-        )  # number of tasks that make room at their end, by space
+        # Number of tasks that make room at their end, by space.
+        self._at_work: Counter[str] = Counter()
 
     @asynccontextmanager
     async def running(self, num_lent: Callable[[], tuple[int, int]]) -> AsyncIterator[None]:

@@ -1,20 +1,20 @@
 // Moves blocks between a device's planes and rows of staging memory, or from block to block.
 //
-// A plane is cut into tiles of at most 4 KiB (a table, made once per set of planes). One warp moves
-// one tile of one block at a time, all its loads in flight before its first store; warps stride
-// over (tile, block), so any grid is correct. Sizes and offsets are bytes. A row of staging holds
-// the bytes [first_byte, ...) of the layout's block; rows lie row_bytes apart. Vectors are as wide
-// as the alignment of both ends allows; what a vector does not fill is moved byte by byte, exactly.
+// A plane is cut into tiles of at most 4 KiB (a table, made once for each set of planes). One warp
+// moves one tile of one block at a time, with all of its loads in flight before its first store.
+// Warps stride over (tile, block), so a grid of any size is correct. Sizes and offsets are bytes. A
+// row of staging holds the bytes [first_byte, ...) of the layout's block; rows are row_bytes apart.
+// Vectors are as wide as the alignment of both ends allows; the remaining bytes are moved one by one.
 //
-// Streamed past the L2 cache: through it, a copy engine takes 5.1 instead of 4.8 us for each 256 KiB
-// that it then brings from staging to the host (H200).
+// Loads and stores bypass the L2 cache (__ldcs, __stcs): with it, the copy engine would take 5.1
+// instead of 4.8 us for each 256 KiB that it moves from staging to the host afterwards (H200).
 
-#define MAX_BLOCKS 960  // ids that fit into the 4 KiB of a kernel's parameters
+#define MAX_BLOCKS 960  // number of ids that fit into the 4 KiB of a kernel's parameters
 #define DEPTH 8         // 8 loads x 32 lanes x 16 bytes = one tile in flight per warp
 
 struct Tile {
     unsigned char* first;     // of block 0
-    long long stride;         // from a block to the next
+    long long stride;         // from one block to the next
     unsigned int block_byte;  // where the tile starts in the layout's block
     unsigned int num_bytes;
 };
