@@ -200,9 +200,8 @@ class CpuLane:
         self._is_closed = False
         self._thread = start_thread(self._work, f"tierkv-{direction.value}")
         self._may_call = process_memory.is_possible()
-        self._placed: Sequence[
-            npt.NDArray[np.uint8]
-        ] = ()  # the planes' arrays, whose addresses and strides follow
+        # The planes' arrays, and their addresses and strides.
+        self._placed: Sequence[npt.NDArray[np.uint8]] = ()
         self._addresses = self._strides = np.zeros((0, 1), np.uint64)
         layout = planes.layout
         self._offsets, self._sizes = (
