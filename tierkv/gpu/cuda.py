@@ -30,9 +30,9 @@ CudaError = Any  # CUDARuntimeError, CUDADriverError or DriverError, which have 
 
 # After one of these errors the GPU no longer works for this process: none usable (46),
 # uncorrectable memory (214), NVLink (220), contained by the GPU (226), the kernel faults 700, 702,
-# 710, 714 to 719 and 721, a destroyed context (709), and the unknown error (999). Other codes between
-# them are mistakes in a call: memory that is registered already (712) or not at all (713), too many
-# peers (711), too large a cooperative launch (720).
+# 710, 714 to 719 and 721, a destroyed context (709), and the unknown error (999). Other codes
+# between them are mistakes in a call: memory that is registered already (712) or not at all (713),
+# too many peers (711), too large a cooperative launch (720).
 _STICKY = frozenset({46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
 
 

@@ -185,9 +185,8 @@ class CudaDevice:
         self._lane_settings = lanes or LaneSettings()
         self._before_copy = before_copy
         self._host: PinnedSlots | None = None  # the slots made last
-        self._pins: dict[
-            int, tuple[PinnedSlots, int]
-        ] = {}  # by address, with the number of lanes that use them
+        # By address, with the number of lanes that use them.
+        self._pins: dict[int, tuple[PinnedSlots, int]] = {}
         self._pinning = threading.Lock()
         self._within = new_stream(self.gpu, is_urgent=True)
         self._kernels: tuple[CudaPlanes, PlaneKernels] | None = None
