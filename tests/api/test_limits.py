@@ -11,7 +11,7 @@ import logging
 import ssl
 import zlib
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,6 @@ from tests.api.guarded import Authority, guarded
 from tests.api.nodes import Here, here
 from tests.latch import until
 from tierkv.api.settings import NodeSection
-from tierkv.http import server
 from tierkv.http.server import bind, serving, url_of
 from tierkv.http.settings import TlsSection
 
@@ -350,38 +349,14 @@ async def test_deep_nesting_is_refused_by_every_route_with_a_body(on: Here, open
 # How many
 
 
-@asynccontextmanager
-async def full(max_connections: int) -> AsyncIterator[Here]:
-    """A node whose connections are all taken."""
-    async with (
-        here(max_connections=max_connections, idle_timeout_s=60) as on,
-        AsyncExitStack() as stay,
-    ):
-        for _ in range(max_connections):
-            reader, writer = await stay.enter_async_context(connected(on.client.url))
-            writer.write(LIVE)
-            await reader.readuntil(b"}")
-        yield on
-
-
-async def test_a_connection_too_many_is_told_so_and_closed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with full(2) as on:
-        for sent in (LIVE, b"", HEAD):
-            status, problem = await exchange(on.client.url, sent)
-            assert (status, problem["code"]) == (503, "too_many_connections")
-    assert_quiet(caplog)
-
-
 async def test_a_connection_that_ends_makes_room_for_another() -> None:
     async with here(max_connections=1) as on:
-        for _ in range(20):
+        for _ in range(5):
             async with connected(on.client.url) as (reader, writer):
                 writer.write(LIVE)
                 assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200")
-                status, _ = await exchange(on.client.url, LIVE)
-                assert status == 503
+                async with connected(on.client.url) as (another, _):
+                    assert await until_closed(another) == b""
             await room(on)
 
 
@@ -397,17 +372,6 @@ async def room(on: Here) -> None:
                     return
 
 
-async def test_of_those_too_many_that_stay_only_some_are_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(server, "_REFUSAL_S", 60.0)  # who was answered stays until it has left
-    async with full(2) as on, AsyncExitStack() as stay:
-        others = [await stay.enter_async_context(connected(on.client.url)) for _ in range(80)]
-        answers = [await until_closed(reader) for reader, _ in others]
-        assert sum(b" 503 " in answer[:20] for answer in answers) == 64
-        assert sum(not answer for answer in answers) == 16
-
-
 async def test_tls_counts_connections_too(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     tls = TlsSection(cert=str(authority.issue("node")))
@@ -419,6 +383,6 @@ async def test_tls_counts_connections_too(tmp_path: Path) -> None:
         first.write(LIVE)
         await first.drain()
         reader, second = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-        assert b"too_many_connections" in await until_closed(reader)
+        assert await until_closed(reader) == b""
         second.close()
         first.close()

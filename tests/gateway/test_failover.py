@@ -333,7 +333,7 @@ async def test_a_busy_node_is_passed_over_and_one_that_drains_gets_nothing_more(
 
 
 @pytest.mark.promise("Full nodes make a gateway answer 503 and blame no node.")
-@pytest.mark.parametrize("code", ["out_of_blocks", "too_much_in_work", "too_many_connections"])
+@pytest.mark.parametrize("code", ["out_of_blocks", "too_much_in_work"])
 async def test_when_all_are_busy_the_caller_is_to_come_back_and_no_node_is_blamed(
     code: str,
 ) -> None:

@@ -52,7 +52,6 @@ _BUSY_CODES = (
     "shutting_down",
     "not_ready",
     "too_much_in_work",
-    "too_many_connections",
     "too_many_requests",
 )
 _NOT_NOW_CODES = ("shutting_down", "not_ready", "wrong_role")

@@ -318,7 +318,6 @@ PROBLEMS = {
     431: ("headers_too_large", "The headers are too large", "Send fewer or shorter headers."),
     500: ("internal_error", "tierkv has a bug", "The log of this node has the details."),
     505: ("http_version_not_supported", "Another version of HTTP", "Speak HTTP/1.1 or HTTP/1.0."),
-    503: ("too_many_connections", "No more connections", "Close some, or ask another node."),
 }
 
 
@@ -331,30 +330,10 @@ def framing_problem(status: int, request_id: str) -> web.Response:
         status: A status of `PROBLEMS`; any other becomes 500.
         request_id: Id for the answer and the log.
     """
-    body = _body(status, request_id)
-    response = problem_response(body, {REQUEST_ID_HEADER: request_id})
-    response.force_close()
-    return response
-
-
-def overload_answer(request_id: str) -> bytes:
-    """Return a complete 503 answer as bytes, for a connection that is refused."""
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    body = msgspec.json.encode(_body(status, request_id))
-    head = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\n"
-        f"Content-Type: {PROBLEM_JSON}\r\n"
-        f"Content-Length: {len(body)}\r\n"
-        f"{REQUEST_ID_HEADER}: {request_id}\r\n"
-        "Retry-After: 1\r\n"
-        f"Server: {SERVER}\r\n"
-        "Connection: close\r\n\r\n"
-    )
-    return head.encode("ascii") + body
-
-
-def _body(status: int, request_id: str) -> Problem:
     if status not in PROBLEMS:
         status = HTTPStatus.INTERNAL_SERVER_ERROR
     code, title, detail = PROBLEMS[status]
-    return Problem(title=title, status=status, detail=detail, code=code, request_id=request_id)
+    body = Problem(title=title, status=status, detail=detail, code=code, request_id=request_id)
+    response = problem_response(body, {REQUEST_ID_HEADER: request_id})
+    response.force_close()
+    return response

@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import cast
 from uuid import uuid4
 
 from aiohttp import StreamReader, web
@@ -30,7 +29,7 @@ from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, L
 
 from tierkv.errors import ConfigError
 from tierkv.http.callers import Guard
-from tierkv.http.problems import framing_problem, overload_answer
+from tierkv.http.problems import framing_problem
 from tierkv.http.process import watching
 from tierkv.http.route import HttpRouter
 from tierkv.http.settings import AuthSection, ListenSection, TlsSection
@@ -253,8 +252,6 @@ MAX_FIELD_BYTES = 16_384  # unlike MAX_LINE_BYTES, so that aiohttp's two errors 
 MAX_FIELDS = 100
 _LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
 _LINGER_S = 10.0  # how long a refused body is read
-_REFUSAL_S = 0.5  # how long an excess connection may take to read that it is one
-_MAX_REFUSALS = 64  # at a time; more are just closed
 _NO_LOG = logging.getLogger("tierkv.http.access")
 _NO_LOG.disabled = True  # what is asked is counted; a line for each would cost more than the answer
 _TOO_MANY_FIELDS = "Too many headers received"
@@ -357,14 +354,12 @@ class _Shared:
         http: aiohttp's server.
         limits: Limits of connections and requests.
         num_open: Number of connections that are served.
-        num_refused: Number of connections beyond the limit that are being refused.
     """
 
     def __init__(self, http: web.Server, limits: ListenSection) -> None:
         self.http = http
         self.limits = limits
         self.num_open = 0
-        self.num_refused = 0
 
 
 class _Http(web.RequestHandler):
@@ -398,7 +393,8 @@ class _Http(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         shared = self._shared
         if shared.num_open >= shared.limits.max_connections:
-            _refuse(cast("asyncio.Transport", transport), shared)
+            log.info("a connection was closed, since %d are open, the maximum", shared.num_open)
+            transport.close()
             return
         shared.num_open += 1
         self._is_counted = True
@@ -516,32 +512,3 @@ def _status_of(error: HttpProcessingError) -> int:
 def _one_line(error: HttpProcessingError) -> str:
     text = error.message.splitlines()[0][:120] if error.message else type(error).__name__
     return text.encode("ascii", "backslashreplace").decode()
-
-
-class _Refusal(asyncio.Protocol):
-    """The protocol of a connection beyond the limit: answers 503, and closes it within 0.5 s.
-
-    Args:
-        transport: The connection.
-        shared: Counts the refused connections.
-    """
-
-    def __init__(self, transport: asyncio.Transport, shared: _Shared) -> None:
-        self._shared = shared
-        shared.num_refused += 1
-        transport.write(overload_answer(uuid4().hex))
-        if transport.can_write_eof():
-            transport.write_eof()  # not close: what the client has sent unread would reset it all
-        self._timer = asyncio.get_running_loop().call_later(_REFUSAL_S, transport.abort)
-
-    def connection_lost(self, exc: BaseException | None) -> None:  # noqa: ARG002
-        self._timer.cancel()
-        self._shared.num_refused -= 1
-
-
-def _refuse(transport: asyncio.Transport, shared: _Shared) -> None:
-    log.info("a connection was refused, since %d are open, the maximum", shared.num_open)
-    if shared.num_refused >= _MAX_REFUSALS:
-        transport.abort()
-        return
-    transport.set_protocol(_Refusal(transport, shared))

@@ -24,7 +24,7 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokens are packed.
     max_work_bytes: largest sum of the bodies of all running requests in bytes; a request above it
     is refused with 503.
-    max_connections: largest number of connections; one more is answered with 503 and closed.
+    max_connections: largest number of connections; one more is closed at once.
     idle_timeout_s: seconds after which a connection without a request is closed. The default is
     above the 60 s of common load balancers, so that the balancer closes an idle connection first.
     head_timeout_s: seconds in which the head of a request must arrive, and a TLS handshake must
