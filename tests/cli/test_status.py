@@ -1,16 +1,10 @@
-"""`tierkv status` and `explain` beside real nodes; completion; progress."""
+"""`tierkv status` and `explain` beside real nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import pty
 import re
-import signal
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -97,60 +91,3 @@ async def test_explain_says_what_of_a_file_is_missing_and_why(tmp_path: Path) ->
     status, _, err = await run_to_end(tmp_path, "explain", tmp_path / "none")
     assert (status, err.count("\n")) == (1, 1)
     assert "cannot be read" in err
-
-
-def test_what_takes_longer_than_a_second_says_how_far_it_is_to_a_person_only() -> None:
-    script = (
-        "import sys\nfrom tierkv.cli.output import progress\n"
-        "with progress('looking', 'values') as told:\n"
-        "    told.so_far(7); sys.stdin.readline()\n"
-        "print('done')"
-    )
-    parent, child = pty.openpty()
-    started = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=child,
-    )
-    os.close(child)
-    shown = b""
-    while b"looking (7 values)" not in shown:
-        shown += os.read(parent, 4096)
-    out, _ = started.communicate(b"\n", timeout=200)
-    os.close(parent)
-    assert out == b"done\n"
-    piped = subprocess.run(
-        [sys.executable, "-c", script], input=b"\n", capture_output=True, check=True, timeout=200
-    )
-    assert (piped.stdout, piped.stderr) == (b"done\n", b"")
-
-
-@pytest.mark.parametrize("command", [("explain",), ("demo", "--prompt-file")])
-def test_a_pipe_that_nobody_writes_into_is_waited_for_and_said_so(
-    command: tuple[str, ...], tmp_path: Path
-) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    ours, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tierkv", *command, str(pipe)],
-        env={**os.environ, "COLUMNS": "300"},
-        stderr=terminal,
-    )
-    os.close(terminal)
-    told = b""
-    while f"reading {pipe}".encode() not in told:
-        told += os.read(ours, 4096)
-    process.send_signal(signal.SIGINT)
-    try:
-        assert process.wait(30) == 130
-    finally:
-        process.kill()
-        process.wait()
-    with suppress(OSError):  # EIO: nobody has the terminal open any more
-        while more := os.read(ours, 4096):
-            told += more
-    os.close(ours)
-    assert b"error: stopped by Ctrl-C" in told
-    assert b"Traceback" not in told

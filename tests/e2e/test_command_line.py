@@ -56,7 +56,7 @@ def test_a_store_inside_a_node_cannot_be_looked_into_from_outside() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
-@pytest.mark.parametrize("arguments", [["version"], ["--help"], ["storage", "ls", "--help"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["storage", "ls", "--help"]])
 def test_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "tierkv", *arguments]

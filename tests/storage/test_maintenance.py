@@ -78,7 +78,7 @@ def test_usage_is_told_by_model_and_tenant(url: str) -> None:
     assert "3.2 KiB" in run("du", url).output
 
 
-def test_values_are_listed_by_prefix_and_expiry(url: str) -> None:
+def test_values_are_listed_by_prefix(url: str) -> None:
     def names(*options: str) -> set[str]:
         values = answer("ls", url, *options)["values"]
         assert isinstance(values, list)
@@ -86,8 +86,6 @@ def test_values_are_listed_by_prefix_and_expiry(url: str) -> None:
 
     assert names() == {ONE, TWO, "tierkv:ticket:" + "a" * 9}
     assert names("--prefix", ONE) == {ONE}
-    assert names("--without-expiry") == {ONE}
-    assert names("--expires-within", "100") == {"tierkv:ticket:" + "a" * 9}
     some = run("ls", url, "--limit", "2")
     assert len(some.stdout.splitlines()) == 2
     assert "more than these 2" in some.stderr
@@ -134,10 +132,7 @@ def test_removing_is_said_first_and_done_on_demand(url: str) -> None:
 def test_who_stops_a_removal_is_told_how_far_it_was(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def stopped(
-        _: Store, prefix: str, so_far: Callable[[int], object], is_meant: object
-    ) -> int:
-        assert callable(is_meant)
+    async def stopped(_: Store, prefix: str, so_far: Callable[[int], object]) -> int:
         assert prefix == ONE
         so_far(2)
         raise KeyboardInterrupt
@@ -146,20 +141,6 @@ def test_who_stops_a_removal_is_told_how_far_it_was(
     result = run("rm", url, "--prefix", ONE, "--yes")
     assert result.exit_code == 1
     assert "stopped after 2 values were removed" in result.stderr
-
-
-def test_what_will_expire_soon_and_what_never_does_are_counted_and_removed_alone(url: str) -> None:
-    soon, forever = ("--expires-within", "100"), ("--without-expiry",)
-    assert answer("du", url, *soon)["groups"] == {"tierkv:ticket": {"values": 1, "bytes": 6}}
-    assert answer("du", url, *forever)["groups"] == {ONE: {"values": 3, "bytes": 3 * 1088}}
-    for option, count in ((soon, 1), (("--expires-within", "1000"), 3), (forever, 3)):
-        said = run("rm", url, "--prefix", "tierkv", *option).output
-        assert said.startswith(f"would remove {count} values")
-    assert run("rm", url, "--prefix", "tierkv", *soon, "--yes").output == "removed 1 values\n"
-    assert num_values(url) == 5
-    assert run("rm", url, "--prefix", "tierkv", *forever, "--yes").output == "removed 3 values\n"
-    assert answer("du", url)["groups"] == {TWO: {"values": 2, "bytes": 2 * 1088}}
-    assert run("rm", url, "--prefix", "tierkv", "--expires-within", "nan").exit_code == 2
 
 
 def test_a_deployment_is_not_taken_for_one_whose_name_begins_like_its_own(url: str) -> None:

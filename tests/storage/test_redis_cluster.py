@@ -11,13 +11,11 @@ from contextlib import suppress
 
 import pytest
 import redis
-from click.testing import CliRunner
 from redis.crc import key_slot
 
 from tests.redis_groups import RedisCluster, redis_cluster, sentinel_group, wait_until
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import RedisServer
 from tests.storage.values import PATIENT, content_of, landing, put_one, redis_store
-from tierkv.cli.storage import storage
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage import maintenance
@@ -245,27 +243,6 @@ async def test_sentinels_lead_to_the_master_that_takes_over() -> None:
                 page = await store.list("t:l", limit=1_000, cursor=page.cursor)
                 listed |= {value.name for value in page.values}
             assert len(listed) == 3_000
-
-
-@pytest.mark.parametrize("command", ["ls", "du"])
-def test_a_look_at_one_server_of_a_cluster_says_that_it_is_one(
-    empty_cluster: RedisCluster, command: str
-) -> None:
-    cluster = empty_cluster
-    one = f"redis://127.0.0.1:{cluster.masters[0].port}"
-    looked = CliRunner().invoke(storage, [command, one, "--prefix", "t:f"], catch_exceptions=False)
-    assert looked.exit_code == 0
-    assert f"{one}/0 is one server of a cluster" in looked.stderr
-    assert "is one server" not in looked.stdout
-    whole = CliRunner().invoke(storage, [command, cluster.url, "--prefix", "t:f"])
-    assert "is one server" not in whole.stderr
-
-
-def test_a_look_at_a_single_server_says_nothing_of_clusters() -> None:
-    with redis_server() as server:
-        looked = CliRunner().invoke(storage, ["ls", server.url], catch_exceptions=False)
-    assert looked.exit_code == 0
-    assert "cluster" not in looked.stderr
 
 
 # Nodes that come, go and die while the store is in use

@@ -14,15 +14,12 @@ from typing import IO, Any, ClassVar, Self
 import click
 
 from tierkv import __version__
-from tierkv.cli.output import json_option, print_json
 from tierkv.errors import TierKVError
 
 _EPILOG = (
     "Exit codes: 0 success, 1 failure (the reason is one line on stderr), 2 wrong "
-    "usage, 130 stopped by Ctrl-C. `tierkv completion` prints a script that completes "
-    "commands and options in a shell."
+    "usage, 130 stopped by Ctrl-C."
 )
-_COMPLETE = "_TIERKV_COMPLETE"  # the variable by which click is asked for it
 
 
 class _Failure(click.ClickException):
@@ -145,29 +142,3 @@ def main() -> None:
 
     `tierkv demo` shows the tiers at work; `tierkv serve` runs a node.
     """
-
-
-@main.command()
-@json_option
-def version(*, as_json: bool) -> None:
-    """Print the version."""
-    if as_json:
-        print_json({"version": __version__})
-    else:
-        click.echo(f"tierkv {__version__}")
-
-
-@main.command()
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion(shell: str) -> None:
-    """Print a script that makes SHELL complete commands and options.
-
-    For bash, run once: tierkv completion bash > ~/.local/share/bash-completion/completions/tierkv.
-    For zsh, add to ~/.zshrc: eval "$(tierkv completion zsh)". For fish, run once: tierkv completion
-    fish > ~/.config/fish/completions/tierkv.fish.
-    """
-    from click.shell_completion import get_completion_class  # noqa: PLC0415 - seldom used
-
-    kind = get_completion_class(shell)
-    assert kind is not None, "click knows these three"
-    click.echo(kind(main, {}, "tierkv", _COMPLETE).source())

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
 import click
 
-from tierkv.api.settings import masked_url
-from tierkv.cli.output import Progressing, json_option, print_json, progress
+from tierkv.cli.output import json_option, print_json
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError, StoreUnavailableError, TierKVError
+from tierkv.errors import ConfigError, TierKVError
 from tierkv.storage import maintenance
 from tierkv.storage.codec import read_key
 from tierkv.storage.factory import StoreSettings, open_store, urls_in
 from tierkv.storage.file import FileStore
 from tierkv.storage.guard import ResilienceSettings
-from tierkv.storage.maintenance import IsMeant
 from tierkv.storage.memory import MemoryStore
-from tierkv.storage.protocol import Store, StoredValue, Usage, check_prefix
-from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.protocol import Store, Usage, check_prefix
+from tierkv.storage.redis.store import RedisSettings
 from tierkv.storage.redis.url import TlsFiles
 from tierkv.tasks import run_until_stopped
 
@@ -39,26 +35,14 @@ PREFIX_MEANS = (
     "storage du` lists them), tierkv:ticket for tickets."
 )
 prefix_option = click.option("--prefix", default="tierkv", show_default=True, help=PREFIX_MEANS)
-within_option = click.option(
-    "--expires-within",
-    type=click.FloatRange(0, min_open=True),
-    metavar="SECONDS",
-    help=("Only values that expire within this time, which were unused for the longest time."),
-)
-forever_option = click.option(
-    "--without-expiry", is_flag=True, help="Only values that never expire."
-)
 
 
-def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Awaitable[T]]) -> T:
+def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
     """Open the store of `url`, run `work` with it, and return the result.
-
-    If the store is only one server of a cluster, a line on stderr says so.
 
     Args:
         url: URL of the store.
-        prefix: prefix of the names to work on, which the store's user may access.
-        work: gets the store, and an object in which to count values.
+        work: gets the store.
 
     Raises:
         ConfigError: the store is memory of a node, or a directory that does not exist.
@@ -71,30 +55,22 @@ def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Await
             "a memory:// store is inside one node's process: use `tierkv stats --url URL` "
             "for that node"
         )
-    parts = [open_store(one, settings, SystemClock()) for one in urls_in(url)]
-    for part in parts:
-        _require_existing(part)
+    for part in urls_in(url):
+        _require_existing(open_store(part, settings, SystemClock()))
 
     async def run() -> T:
         async with store.running():
-            with progress(f"reading {masked_url(url)}", "values") as progressing:
-                found = await work(store, progressing)
-        for part in parts:
-            await _hint_share_of_cluster(part, prefix)
-        return found
+            return await work(store)
 
     return run_until_stopped(run())
 
 
-def with_each_store(
-    url: str, prefix: str, work: Callable[[Store, Progressing], Awaitable[T]]
-) -> tuple[Sequence[T], int]:
+def with_each_store(url: str, work: Callable[[Store], Awaitable[T]]) -> tuple[Sequence[T], int]:
     """Run `work` with each store that `url` consists of, except stores in a node's memory.
 
     Args:
         url: URL of the store; a layered one consists of two.
-        prefix: prefix of the names to work on.
-        work: gets the store, and an object in which to count values.
+        work: gets the store.
 
     Returns:
         The results, and the number of stores that failed; a line on stderr names each.
@@ -106,7 +82,7 @@ def with_each_store(
     failures: list[TierKVError] = []
     for part in [part for part in urls_in(url) if part != "memory://"] or [url]:
         try:
-            found.append(with_store(part, prefix, work))
+            found.append(with_store(part, work))
         except TierKVError as error:
             failures.append(error)
     if not found:
@@ -128,20 +104,6 @@ def _require_existing(store: Store) -> None:
         )
 
 
-async def _hint_share_of_cluster(store: Store, prefix: str) -> None:
-    """Print a line if the store is one server of a cluster, with a part of its values."""
-    if not isinstance(store, RedisStore):
-        return
-    with suppress(StoreUnavailableError):  # reported by `work`, or a copy that it does not need
-        async with store.running():
-            if await store.is_of_a_cluster(checked(prefix)):
-                click.echo(
-                    f"{store.url} is one server of a cluster, and these are only its "
-                    "values: use redis+cluster:// for all servers",
-                    err=True,
-                )
-
-
 def checked(prefix: str) -> str:
     """Return `prefix` with its first field complete: `tierkv` then does not match `tierkv2`.
 
@@ -152,43 +114,6 @@ def checked(prefix: str) -> str:
         return check_prefix(prefix if ":" in prefix else f"{prefix}:")
     except TierKVError as error:
         raise click.BadParameter(str(error), param_hint="--prefix") from error
-
-
-def living(expires_within: float | None, *, without_expiry: bool) -> IsMeant:
-    """Return a test for the values that the options on expiry select.
-
-    Args:
-        expires_within: seconds from now in which values expire; None for all values.
-        without_expiry: True for values that never expire.
-
-    Raises:
-        click.BadParameter: `expires_within` is not a number.
-    """
-    if expires_within is not None and math.isnan(expires_within):
-        raise click.BadParameter("not a number", param_hint="--expires-within")
-    until = math.inf if expires_within is None else time.time() + expires_within
-
-    def is_meant(value: StoredValue) -> bool:
-        if value.expires_at is None:
-            return expires_within is None
-        return not without_expiry and value.expires_at <= until
-
-    return is_meant
-
-
-def counted(is_meant: IsMeant, progressing: Progressing) -> IsMeant:
-    """Return a test equal to `is_meant` that also counts the values that are tested.
-
-    Args:
-        is_meant: the test.
-        progressing: counts the values.
-    """
-
-    def test(value: StoredValue) -> bool:
-        progressing.one_more()
-        return is_meant(value)
-
-    return test
 
 
 def hint_if_none(count: int, prefix: str) -> None:
@@ -253,29 +178,15 @@ def storage(
     type=click.IntRange(1),
     help="Largest number of values to list.",
 )
-@within_option
-@forever_option
-def ls(
-    url: str,
-    prefix: str,
-    limit: int,
-    expires_within: float | None,
-    *,
-    as_json: bool,
-    without_expiry: bool,
-) -> None:
+def ls(url: str, prefix: str, limit: int, *, as_json: bool) -> None:
     """List values: name, size in bytes, and seconds to live."""
-    is_meant = living(expires_within, without_expiry=without_expiry)
     now = time.time()
     is_all = True
 
-    async def collect(
-        store: Store, progressing: Progressing
-    ) -> list[dict[str, str | int | float | None]]:
+    async def collect(store: Store) -> list[dict[str, str | int | float | None]]:
         nonlocal is_all
         rows: list[dict[str, str | int | float | None]] = []
-        meant = counted(is_meant, progressing)
-        async for value in maintenance.values_under(store, checked(prefix), meant):
+        async for value in maintenance.values_under(store, checked(prefix)):
             if len(rows) == limit:
                 is_all = False
                 break
@@ -283,7 +194,7 @@ def ls(
             rows.append({"name": value.name, "bytes": value.num_bytes, "expires_in_s": left})
         return rows
 
-    rows = with_store(url, prefix, collect)
+    rows = with_store(url, collect)
     if as_json:
         print_json({"values": rows, "is_all": is_all})
         return
@@ -301,14 +212,9 @@ def ls(
 @url_argument
 @prefix_option
 @json_option
-@within_option
-@forever_option
-def du(
-    url: str, prefix: str, expires_within: float | None, *, as_json: bool, without_expiry: bool
-) -> None:
+def du(url: str, prefix: str, *, as_json: bool) -> None:
     """Print the number of values and bytes by model and tenant, and of tickets."""
-    is_meant = living(expires_within, without_expiry=without_expiry)
-    groups = _usage(url, prefix, is_meant)
+    groups = _usage(url, prefix)
     if as_json:
         rows = {name: {"values": u.num_values, "bytes": u.num_bytes} for name, u in groups.items()}
         print_json({"groups": rows})
@@ -318,11 +224,8 @@ def du(
     hint_if_none(len(groups), prefix)
 
 
-def _usage(url: str, prefix: str, is_meant: IsMeant) -> dict[str, Usage]:
-    def work(store: Store, progressing: Progressing) -> Awaitable[dict[str, Usage]]:
-        return maintenance.usage_by_group(store, checked(prefix), counted(is_meant, progressing))
-
-    return with_store(url, prefix, work)
+def _usage(url: str, prefix: str) -> dict[str, Usage]:
+    return with_store(url, lambda store: maintenance.usage_by_group(store, checked(prefix)))
 
 
 @storage.command(short_help="Read every value and check it.")
@@ -348,17 +251,13 @@ def verify(
     """
     key = None if key_file is None else read_key(key_file)
 
-    async def check(store: Store, progressing: Progressing) -> tuple[str, maintenance.Verified]:
+    async def check(store: Store) -> tuple[str, maintenance.Verified]:
         found = await maintenance.verify(
-            store,
-            checked(prefix),
-            key,
-            removes_damaged=remove_damaged,
-            on_value=progressing.one_more,
+            store, checked(prefix), key, removes_damaged=remove_damaged
         )
         return f" ({store.url})" if len(urls_in(url)) > 1 else "", found
 
-    parts, num_failed = with_each_store(url, prefix, check)
+    parts, num_failed = with_each_store(url, check)
     counts = {
         "whole": sum(found.num_whole for _, found in parts),
         "damaged": sum(len(found.damaged) for _, found in parts),
@@ -396,8 +295,6 @@ def _by_name(findings: Sequence[tuple[str, str]]) -> dict[str, str]:
 @storage.command()
 @url_argument
 @click.option("--prefix", required=True, help=PREFIX_MEANS)
-@within_option
-@forever_option
 @click.option(
     "--yes",
     is_flag=True,
@@ -407,17 +304,14 @@ def _by_name(findings: Sequence[tuple[str, str]]) -> dict[str, str]:
 def rm(
     url: str,
     prefix: str,
-    expires_within: float | None,
     *,
-    without_expiry: bool,
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Remove values: of a model and tenant, of a block, or values that expire soon."""
+    """Remove values: of a model and tenant, or of a block."""
     prefix = checked(prefix)
-    is_meant = living(expires_within, without_expiry=without_expiry)
     if not yes:
-        groups = _usage(url, prefix, is_meant).values()
+        groups = _usage(url, prefix).values()
         count, num_bytes = sum(u.num_values for u in groups), sum(u.num_bytes for u in groups)
         if as_json:
             print_json({"removed": 0, "would_remove": count, "would_remove_bytes": num_bytes})
@@ -426,15 +320,12 @@ def rm(
         return
     removed = 0
 
-    async def work(store: Store, progressing: Progressing) -> None:
-        def so_far(count: int) -> None:
-            nonlocal removed
-            removed = progressing.done = count
-
-        await maintenance.remove(store, prefix, so_far, is_meant)
+    def so_far(count: int) -> None:
+        nonlocal removed
+        removed = count
 
     try:
-        with_store(url, prefix, work)
+        with_store(url, lambda store: maintenance.remove(store, prefix, so_far))
     except (KeyboardInterrupt, TierKVError):
         click.echo(f"stopped after {removed} values were removed, and perhaps some more", err=True)
         raise

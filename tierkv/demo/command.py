@@ -16,7 +16,6 @@ import msgspec
 import uvloop
 
 from tierkv.api.settings import masked_url
-from tierkv.cli.output import progress
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import DemoError, private_redis
 from tierkv.demo.prompts import (
@@ -151,7 +150,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
 def _read_file(path: Path) -> str:
     try:
         # A named pipe is not open before somebody writes into it.
-        with progress(f"reading {path}"), path.open("rb") as file:
+        with path.open("rb") as file:
             raw = file.read(_MAX_PROMPT_TOKENS + 1)  # a device or a pipe may have no end
         if len(raw) > _MAX_PROMPT_TOKENS:
             raise ConfigError(

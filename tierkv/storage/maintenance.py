@@ -43,9 +43,7 @@ _KEYED_HEADER_BYTES = {FLAG_SIGNED: HEADER_BYTES, FLAG_SEALED: SEALED_HEADER_BYT
 IsMeant = Callable[[StoredValue], bool]
 
 
-async def values_under(
-    store: Store, prefix: str, is_meant: IsMeant = lambda _: True
-) -> AsyncIterator[StoredValue]:
+async def values_under(store: Store, prefix: str) -> AsyncIterator[StoredValue]:
     """Yield each value whose name starts with `prefix`.
 
     A value may be yielded twice if other values are written or removed at the same time.
@@ -53,12 +51,11 @@ async def values_under(
     Args:
         store: the store to list.
         prefix: start of the names, as in `Store.list`.
-        is_meant: returns True for the values to yield.
 
     Raises:
         StoreUnavailableError: the store does not answer.
     """
-    async for page in _pages_under(store, prefix, is_meant):
+    async for page in _pages_under(store, prefix, lambda _: True):
         for value in page:
             yield value
 
@@ -77,9 +74,7 @@ async def _pages_under(
             return
 
 
-async def usage_by_group(
-    store: Store, prefix: str, is_meant: IsMeant = lambda _: True
-) -> dict[str, Usage]:
+async def usage_by_group(store: Store, prefix: str) -> dict[str, Usage]:
     """Count values and bytes by the first two fields of names.
 
     The second field is the short fingerprint of a block's model and tenant, or the kind of another
@@ -88,7 +83,6 @@ async def usage_by_group(
     Args:
         store: the store to list.
         prefix: start of the names, as in `Store.list`.
-        is_meant: returns True for the values to count.
 
     Returns:
         Numbers and bytes of values by these two fields, joined by a colon.
@@ -97,7 +91,7 @@ async def usage_by_group(
         StoreUnavailableError: the store does not answer.
     """
     groups: dict[str, Usage] = {}
-    async for value in values_under(store, prefix, is_meant):
+    async for value in values_under(store, prefix):
         group = ":".join(value.name.split(":", 2)[:2])
         so_far = groups.get(group, Usage(0, 0))
         groups[group] = Usage(so_far.num_values + 1, so_far.num_bytes + value.num_bytes)
@@ -134,7 +128,6 @@ async def verify(
     key: bytes | None = None,
     *,
     removes_damaged: bool = False,
-    on_value: Callable[[], object] = lambda: None,
 ) -> Verified:
     """Read every block under `prefix`, and compare its header with its name and its bytes.
 
@@ -144,7 +137,6 @@ async def verify(
         prefix: start of the names, as in `Store.list`.
         key: the deployment's key, for signed and sealed values; None if it is not known.
         removes_damaged: True to remove damaged values at the end.
-        on_value: called after each value, for example to show the progress.
 
     Returns:
         Counts, and the damaged and unread values.
@@ -162,7 +154,6 @@ async def verify(
             await _verify_one(store, name, codecs, found)
         finally:
             places.release()
-            on_value()
 
     async with task_group() as group:
         async for value in values_under(store, prefix):

@@ -59,7 +59,7 @@ from tierkv.storage.redis.node import (
     understood,
 )
 from tierkv.storage.redis.pool import FixedAddress, Locator, Login
-from tierkv.storage.redis.resp import Refused, Reply, TooLong
+from tierkv.storage.redis.resp import Reply, TooLong
 from tierkv.storage.redis.url import RedisSettings, RedisUrl, Setup
 from tierkv.storage.redis.wire import Address, Unanswered, WireStats, port_of
 from tierkv.tasks import supervised
@@ -359,26 +359,6 @@ class RedisStore(BaseStore):
             for name, num_bytes, ttl_ms in zip(names, replies[::2], replies[1::2], strict=True)
         )
         return {value.name: value for values in found for value in values}
-
-    async def is_of_a_cluster(self, prefix: str) -> bool:
-        """Return True if this single server belongs to a cluster, and has only some of its values.
-
-        Args:
-            prefix: prefix of names that the user may access, with a colon at the end.
-
-        Raises:
-            StoreUnavailableError: the server did not answer.
-        """
-        if self._url.setup is Setup.CLUSTER:
-            return False
-        [node] = self._opened().nodes()
-        # A server of a cluster refuses names of two slots, whether they exist or not. No other
-        # command that reveals a cluster is among those that a user must be allowed.
-        request = question("EXISTS", f"{prefix}a", f"{prefix}b")
-        [outcome] = await node.pools[Purpose.QUESTION].ask([request])
-        if isinstance(outcome, Unanswered):
-            raise StoreUnavailableError(outcome.reason)
-        return isinstance(outcome[0], Refused) and outcome[0].code == "CROSSSLOT"
 
     async def _publish_hint(self, topic: str, message: str) -> None:
         # Any node of a cluster does. A random one, so a dead node does not silence all hints.
