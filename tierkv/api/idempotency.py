@@ -80,7 +80,6 @@ class Once(Generic[T]):
         self._now = now
         self._open: dict[Hashable, _Entry[T]] = {}
         self._past: OrderedDict[Hashable, _Entry[T]] = OrderedDict()
-        self.num_repeats = 0  # calls answered with the result of another call
 
     def __len__(self) -> int:
         return len(self._open) + len(self._past)
@@ -118,7 +117,6 @@ class Once(Generic[T]):
                 await asyncio.wait([known.outcome])
             if not known.outcome.cancelled():
                 result = known.outcome.result()
-                self.num_repeats += 1
                 yield OnceCall(result)
                 return
         entry: _Entry[T] = _Entry(content, asyncio.get_running_loop().create_future())

@@ -100,18 +100,11 @@ def ages(name: str, text: str, counts: AgeCounts) -> Metric:
 
 
 class _ProcessUse(Collector):
-    """Memory, CPU time and open files of this process.
-
-    `read` collects them in a thread before each scrape, since counting the files of 10,000
-    connections takes 20 ms.
-    """
+    """Memory, CPU time and open files of this process, read in a thread before each scrape."""
 
     def __init__(self) -> None:
         self._source = ProcessCollector(registry=None)
         self._found: list[Metric] = []
-
-    def describe(self) -> list[Metric]:
-        return []
 
     async def read(self) -> None:
         self._found = await aside(lambda: list(self._source.collect()))
@@ -195,7 +188,6 @@ class NodeCollector(Collector):
         yield from _tiers(stats, node.service.fingerprint.layout.block_bytes)
         yield from _requests(stats)
         yield from _engine(node)
-        yield from _callers(node)
         yield from _sessions(node)
         yield from _handoffs(stats)
         yield from _estimates(node)
@@ -203,18 +195,10 @@ class NodeCollector(Collector):
 
 
 def _kv_events(node: Node) -> Iterator[Metric]:
-    publisher = node.service.publisher
-    yield counter(
-        "tierkv_kv_event_batches",
-        "Batches of cache events published for routers",
-        (),
-        {(): publisher.num_batches},
-    )
-    yield counter(
+    yield total(
         "tierkv_kv_events_lost",
         "Cache events dropped because the publisher fell behind",
-        (),
-        {(): publisher.num_lost},
+        node.service.publisher.num_lost,
     )
 
 
@@ -334,16 +318,6 @@ def _requests(stats: Stats) -> Iterator[Metric]:
     )
 
 
-def _callers(node: Node) -> Iterator[Metric]:
-    """Yield the number of calls that got the answer of an earlier call with the same id."""
-    yield counter(
-        "tierkv_repeated_requests",
-        "Calls that were answered with the result of an earlier call of the same id",
-        ("kind",),
-        {("answer",): node.answers.num_repeats},
-    )
-
-
 def _sessions(node: Node) -> Iterator[Metric]:
     pins, hints = node.pins, node.hints
     yield gauge(
@@ -378,16 +352,6 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
             ("claim", "claimed"): counts.claimed_prompts,
             ("claim", "computed"): counts.claims_without_ticket,
             ("claim", "refused"): counts.refused_claims,
-        },
-    )
-    yield counter(
-        "tierkv_published_blocks",
-        "Blocks of published prompts: stored before (early) or after (late) the whole "
-        "prompt was computed",
-        ("when",),
-        {
-            ("early",): counts.early_blocks,
-            ("late",): counts.published_blocks - counts.early_blocks,
         },
     )
     yield counter(
@@ -436,16 +400,6 @@ def _estimates(node: Node) -> Iterator[Metric]:
             ("recompute", "device"): decided.recompute_device,
             ("recompute", "storage"): decided.recompute_storage,
             ("recompute_late", "storage"): decided.recompute_late,
-        },
-    )
-    counts = node.service.stats().requests
-    yield counter(
-        "tierkv_shared_waits",
-        "Requests that waited for blocks another request computed, by outcome",
-        ("outcome",),
-        {
-            ("came",): counts.shared_waits - counts.lost_waits,
-            ("lost",): counts.lost_waits,
         },
     )
 
@@ -533,11 +487,6 @@ def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
         {(tenant,): store.waiting_write_bytes for tenant, store in by_tenant.items()},
     )
     for name, text, values in (
-        (
-            "tierkv_storage_degraded_seconds",
-            "Time during which the circuit breaker kept operations from the store",
-            {tenant: store.degraded_s for tenant, store in by_tenant.items()},
-        ),
         (
             "tierkv_storage_retries",
             "Reads that were retried",

@@ -132,14 +132,12 @@ class KvEventPublisher:
         fingerprints: fingerprints by the name of their space; the service's own under "".
 
     Attributes:
-        num_batches: number of batches sent.
         num_lost: number of events dropped.
     """
 
     def __init__(
         self, settings: EventsSection, name: str, fingerprints: Mapping[str, Fingerprint]
     ) -> None:
-        self.num_batches = 0
         self.num_lost = 0
         self._settings = settings
         self._name = name
@@ -293,7 +291,6 @@ class KvEventPublisher:
         while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
             self._kept_bytes -= len(self._kept.popleft()[1])
         self._number += 1
-        self.num_batches += 1
 
     async def _answer_replays(self, zmq: Any, replayer: Any) -> None:  # noqa: ANN401 - ZeroMQ's
         """Answer clients that ask for missed batches.
