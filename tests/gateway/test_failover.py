@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 
 import pytest
 
@@ -16,7 +15,7 @@ from tests.gateway.scripted import (
     stage,
     text_of,
 )
-from tests.latch import PATIENCE_S, until
+from tests.latch import until
 from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.settings import DeadlineSection, HealthSection, LimitsSection
 
@@ -418,44 +417,3 @@ async def test_a_request_that_takes_too_long_ends() -> None:
         assert (asked.status, asked.body["code"]) == (504, "deadline_exceeded")
         await until(lambda: not any(n.running for n in (*on.prefill, *on.decode)))
         assert all(not n.running and not n.outstanding_tokens for n in on.gateway.backend.nodes.all)
-
-
-# The gateway's own loop
-
-
-def block_the_loop(seconds: float) -> None:
-    """As work on the loop that takes long."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        pass
-
-
-async def test_no_node_is_blamed_while_the_gateways_own_loop_was_late() -> None:
-    deadlines = DeadlineSection(lookup_s=5.0, first_token_s=0.4, stall_s=0.4, connect_s=0.4)
-    health = HealthSection(probe_interval_s=0.05, probe_timeout_s=0.3)
-    async with stage(prefill=1, decode=1, deadlines=deadlines, health=health) as on:
-        nodes = on.gateway.backend.nodes.all
-        for node in (*on.prefill, *on.decode):
-            node.gate.clear()
-        async with asyncio.TaskGroup() as tasks:
-            asked = tasks.create_task(on.caller.ask({"prompt": PROMPT}))
-            await until(lambda: on.prefill[0].running == on.decode[0].running == 1)
-            block_the_loop(1.0)
-            await asyncio.sleep(0)
-            for node in (*on.prefill, *on.decode):
-                node.gate.set()
-        assert asked.result().is_whole
-        assert [node.num_failures for node in nodes] == [0, 0]
-        assert on.prefill[0].paths() + on.decode[0].paths() == ["/v1/prefill", "/v1/decode"]
-
-
-async def test_a_gateway_that_is_always_late_finds_a_frozen_node_all_the_same() -> None:
-    health = HealthSection(probe_interval_s=0.02, probe_timeout_s=0.1)
-    async with stage(prefill=1, decode=2, health=health) as on:
-        frozen, other = on.gateway.backend.nodes.all[1:]
-        on.decode[0].is_frozen = True
-        async with asyncio.timeout(PATIENCE_S):
-            while not frozen.num_failures:
-                block_the_loop(0.06)
-                await asyncio.sleep(0.005)
-        assert other.num_failures == 0

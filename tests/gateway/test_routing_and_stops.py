@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.latch import PATIENCE_S
 from tierkv.api.settings import Role
 from tierkv.cache.keys import pack
 from tierkv.client import AsyncClient
@@ -16,7 +13,6 @@ from tierkv.errors import ConfigError
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
 from tierkv.gateway.routing import PrefixMemory
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
-from tierkv.http.process import Heartbeat, patient_timeout
 from tierkv.tokenizers import StopFinder
 
 HEALTH = HealthSection(eject_s=1.0, max_eject_s=8.0)
@@ -25,7 +21,7 @@ FEW_LETTERS = st.text("ab\n", max_size=30)
 
 def node(url: str = "http://n", role: Role = Role.BOTH) -> BackendNode:
     """One that is ready."""
-    one = BackendNode(url, role, HEALTH, Heartbeat())
+    one = BackendNode(url, role, HEALTH)
     one.mark_ready()
     return one
 
@@ -167,25 +163,4 @@ def test_a_password_in_a_nodes_url_is_refused_and_not_repeated(url: str) -> None
 )
 def test_no_nodes_or_one_twice_is_a_wrong_setting(section: GatewaySection) -> None:
     with pytest.raises(ConfigError):
-        Nodes(section, HEALTH, Heartbeat())
-
-
-class AlwaysLate(Heartbeat):
-    """Of a loop that never has a whole core."""
-
-    num_looks = 0
-
-    @property
-    def late_s(self) -> float:
-        self.num_looks += 1
-        return self.num_looks * 0.01
-
-
-async def test_patience_with_a_loop_that_is_always_late_has_an_end() -> None:
-    async def wait() -> None:
-        async with patient_timeout(AlwaysLate(), 0.01):
-            await asyncio.Event().wait()
-
-    waiting = asyncio.create_task(wait())
-    await asyncio.wait([waiting], timeout=PATIENCE_S)
-    assert isinstance(waiting.exception(), TimeoutError)
+        Nodes(section, HEALTH)

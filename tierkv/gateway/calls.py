@@ -24,7 +24,7 @@ import aiohttp
 import msgspec
 
 from tierkv.cache.keys import pack
-from tierkv.client.errors import CallError, NotANodeError, UnreachableError
+from tierkv.client.errors import CallError, NotANodeError
 from tierkv.client.http import Body, Http, Reply
 from tierkv.client.streams import Events, ServerEvent
 from tierkv.errors import BadRequestError, ConfigError, TierKVError
@@ -39,7 +39,6 @@ from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
 from tierkv.gateway.prompts import Job
 from tierkv.gateway.settings import GatewaySettings, HealthSection, node_tls
 from tierkv.http.bodies import EVENT_STREAM, MSGPACK, REQUEST_ID_HEADER
-from tierkv.http.process import Heartbeat, patient_timeout
 from tierkv.tasks import supervised
 
 UNREADABLE = (ValueError, RecursionError)  # what the decoder raises for what others sent
@@ -102,17 +101,15 @@ class NodeCalls:
     Args:
         settings: Deadlines, and certificates for the nodes, which are read here.
         nodes: The nodes.
-        beat: The running heartbeat, which measures the delays of the gateway's own event loop.
 
     Raises:
         ConfigError: A URL or a certificate cannot be used.
     """
 
-    def __init__(self, settings: GatewaySettings, nodes: Nodes, beat: Heartbeat) -> None:
+    def __init__(self, settings: GatewaySettings, nodes: Nodes) -> None:
         self._section = settings.gateway
         self._deadlines = settings.deadlines
         self._health = settings.health
-        self._beat = beat
         tls = node_tls(settings.gateway)
         self._pools = {
             node: Http(
@@ -132,11 +129,6 @@ class NodeCalls:
             for pool in self._pools.values():
                 await stack.enter_async_context(pool.running())
             yield
-
-    @property
-    def late_s(self) -> float:
-        """The sum of all delays of the gateway's own event loop so far, in seconds."""
-        return self._beat.late_s
 
     async def trouble(self, node: BackendNode) -> str | None:
         """Ask a node whether it is ready, and which of its parts are degraded.
@@ -159,7 +151,7 @@ class NodeCalls:
 
     async def _probe(self, node: BackendNode, path: str) -> Reply:
         try:
-            async with patient_timeout(self._beat, self._health.probe_timeout_s):
+            async with asyncio.timeout(self._health.probe_timeout_s):
                 return await self._pools[node].ask("GET", path, None, self._headers(None))
         except TimeoutError as error:
             limit_s = self._health.probe_timeout_s
@@ -313,17 +305,10 @@ class NodeCalls:
     @contextmanager
     def _translated(self, node: BackendNode) -> Iterator[None]:
         """Turn errors of a call to `node`, raised in the body, into an AttemptError."""
-        late_before_s = self._beat.late_s
         try:
             yield
         except TimeoutError as error:
             raise NodeFailedError(f"{node.url} stopped sending its answer") from error
-        except UnreachableError as error:
-            if self._beat.late_s > late_before_s:
-                raise NodeBusyError(
-                    f"{error} (this gateway's own event loop was delayed)"
-                ) from error
-            raise NodeFailedError(str(error)) from error
         except NotANodeError as error:
             raise NodeFailedError(
                 f"{node.url} sent an answer that cannot be read: {error}"
@@ -429,10 +414,6 @@ async def probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> As
         yield
 
 
-# A gateway that never has a whole core is late in every probe, and finds dead nodes all the same.
-_EXCUSES = 3
-
-
 class _Probe:
     """The regular probe of one node.
 
@@ -451,7 +432,6 @@ class _Probe:
         self._calls = calls
         self._settings = settings
         self._unanswered = 0  # in a row
-        self._excused = 0  # in a row
         self._before: NodeState | None = None
 
     async def on(self) -> None:
@@ -463,7 +443,6 @@ class _Probe:
     async def once(self) -> None:
         """Probe the node once, and change its state by the answer."""
         now, node = asyncio.get_running_loop().time, self.node
-        late_before_s = self._calls.late_s
         try:
             # What it computes comes first, each time: a node that was replaced by one of another
             # model must not go on with an answer that one of ours has begun.
@@ -474,11 +453,8 @@ class _Probe:
                 node.mark_unready()
             else:
                 node.mark_ready(trouble)
-            self._unanswered = self._excused = 0
+            self._unanswered = 0
         except AttemptError:
-            if self._calls.late_s > late_before_s and self._excused < _EXCUSES:
-                self._excused += 1
-                return  # the fault may be ours; it is asked again soon
             node.note_failure(now())
             self._unanswered += 1
             if self._unanswered >= self._settings.gone_after_probes:

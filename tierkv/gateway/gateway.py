@@ -241,8 +241,8 @@ class Backend:
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.beat = Heartbeat()
-        self.nodes = Nodes(settings.gateway, settings.health, self.beat)
-        self.calls = NodeCalls(settings, self.nodes, self.beat)
+        self.nodes = Nodes(settings.gateway, settings.health)
+        self.calls = NodeCalls(settings, self.nodes)
         self.memory = PrefixMemory()
         self.admission = Admission(settings.limits)
         self.bodies = BodyReader(settings.gateway)

@@ -11,7 +11,6 @@ from tierkv.api.settings import Role
 from tierkv.cache.keys import differences
 from tierkv.errors import ConfigError
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
-from tierkv.http.process import Heartbeat, patient_timeout
 
 
 class NodeState(Enum):
@@ -43,10 +42,9 @@ class BackendNode:
         url: URL of the node.
         role: Prefill, decode or both.
         settings: Times without requests after failures.
-        beat: The running heartbeat, which measures the delays of the gateway's own event loop.
     """
 
-    def __init__(self, url: str, role: Role, settings: HealthSection, beat: Heartbeat) -> None:
+    def __init__(self, url: str, role: Role, settings: HealthSection) -> None:
         self.url = url
         self.role = role
         self.outstanding_tokens = 0
@@ -57,7 +55,6 @@ class BackendNode:
         self.model = ""  # its name, which does not count in comparisons
         self.differs_in: tuple[str, ...] = ()  # fields of it, from what most others compute
         self._settings = settings
-        self._beat = beat
         self._ejected_until = 0.0
         self._is_ready = False  # until it has said so
         self._trouble = ""  # what it says is wrong with it, ready as it is
@@ -119,15 +116,13 @@ class BackendNode:
     async def within(self, seconds: float) -> AsyncIterator[None]:
         """Limit the body, which waits for the node, to some seconds.
 
-        Delays of the gateway's own event loop are not counted.
-
         Args:
             seconds: The limit.
 
         Raises:
             TimeoutError: The body took longer, or `cut_off_waits` has ended it.
         """
-        async with patient_timeout(self._beat, seconds) as scope:
+        async with asyncio.timeout(seconds) as scope:
             self._waits[scope] = asyncio.get_running_loop().time()
             try:
                 yield
@@ -173,16 +168,15 @@ class Nodes:
     Args:
         section: URLs of the nodes by role.
         health: Times without requests after failures.
-        beat: The running heartbeat of the gateway's event loop.
 
     Raises:
         ConfigError: There is no node, or one is named twice.
     """
 
-    def __init__(self, section: GatewaySection, health: HealthSection, beat: Heartbeat) -> None:
+    def __init__(self, section: GatewaySection, health: HealthSection) -> None:
         self.model = ""
         self.all = [
-            BackendNode(url, role, health, beat)
+            BackendNode(url, role, health)
             for role, given in (
                 (Role.PREFILL, section.prefill),
                 (Role.DECODE, section.decode),
