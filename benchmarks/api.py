@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
 
+import msgspec
 import uvloop
 
 from benchmarks.bench import Row, row, show
@@ -126,18 +127,19 @@ async def connect(to: Server) -> Connection:
 
 def lookup(tokens: bytes) -> bytes:
     """Return the bytes of a request for POST /v1/lookup of packed `tokens`."""
-    return _message("/v1/lookup", tokens)
+    return _message("/v1/lookup", {"tokens": tokens})
 
 
-def _message(path: str, tokens: bytes) -> bytes:
+def _message(path: str, fields: Mapping[str, object]) -> bytes:
+    body = msgspec.msgpack.encode(fields)
     head = [
         f"POST {path} HTTP/1.1",
         "Host: node",
         "Accept: application/msgpack",
-        "Content-Type: application/octet-stream",
-        f"Content-Length: {len(tokens)}",
+        "Content-Type: application/msgpack",
+        f"Content-Length: {len(body)}",
     ]
-    return "\r\n".join([*head, "", ""]).encode() + tokens
+    return "\r\n".join([*head, "", ""]).encode() + body
 
 
 def good(answer: tuple[int, bytes]) -> bytes:
@@ -155,7 +157,7 @@ def prompt_of(num_tokens: int, number: int = 0) -> bytes:
 async def long_prompt(to: Server, repeats: int) -> list[float]:
     """Return the milliseconds of each lookup of a prompt that is cached whole."""
     connection, tokens = await connect(to), prompt_of(LONG_TOKENS)
-    good(await connection.ask(_message("/v1/generate?max_tokens=1", tokens)))
+    good(await connection.ask(_message("/v1/generate", {"max_tokens": 1, "tokens": tokens})))
     samples = []
     for i in range(repeats + 20):
         asked = lookup(tokens)

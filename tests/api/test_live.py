@@ -36,7 +36,6 @@ class Stream:
         self.response = response
         self.told: dict[str, list[Any]] = {}
         self.raw = b""
-        self.last_id = ""
 
     async def more(self) -> bool:
         """Take one event; whether there was one."""
@@ -52,8 +51,6 @@ class Stream:
                     kind = line[7:-1].decode()
                 elif line.startswith(b"data: "):
                     data = line[6:-1]
-                elif line.startswith(b"id: "):
-                    self.last_id = line[4:-1].decode()
             return False
 
     async def until(self, kind: str, count: int = 1) -> Any:
@@ -68,10 +65,8 @@ class Stream:
 
 
 @asynccontextmanager
-async def opened(client: Client, token: str = "", last_id: str = "") -> AsyncIterator[Stream]:
-    headers = {"Last-Event-ID": last_id} if last_id else {}
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
+async def opened(client: Client, token: str = "") -> AsyncIterator[Stream]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     async with client.session.get(
         f"{client.url}/live/stream", headers=headers, read_bufsize=1 << 21
     ) as response:
@@ -106,28 +101,6 @@ async def test_the_figures_are_those_of_metrics(on: Here) -> None:
     assert told == {name: metrics[name] for name in names}
     assert told['tierkv_lookup_tokens_total{result="hit_device"}'] > 0
     assert told['tierkv_missed_tokens_total{reason="never_stored"}'] > 0
-
-
-@pytest.mark.parametrize("last_id", [f"1-{'9' * 5000}", "-"])
-async def test_a_page_that_comes_back_with_nonsense_begins_anew(on: Here, last_id: str) -> None:
-    async with opened(on.client, last_id=last_id) as page:
-        assert await page.until("names")
-
-
-async def test_a_page_that_comes_back_goes_on_where_it_was(on: Here) -> None:
-    async with opened(on.client) as page:
-        await page.until("samples", 2)
-    seen = page.samples[-1][0]
-    for _ in range(3):
-        on.node.live.sample()
-    async with opened(on.client, last_id=page.last_id) as again:
-        await again.until("samples")
-    assert "names" not in again.told
-    assert len(again.samples) >= 3
-    assert all(sample[0] >= seen for sample in again.samples)
-    async with opened(on.client, last_id="7-3") as other:  # of a node that is no more
-        await other.until("samples")
-    assert "names" in other.told
 
 
 @pytest.mark.promise("Open live pages neither delay a shutdown nor take unbounded memory.")

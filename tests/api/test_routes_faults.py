@@ -7,17 +7,14 @@ import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from enum import Enum
 from io import BytesIO
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 import pytest
 
 from tests.api.nodes import Here
 from tests.latch import until
-from tierkv.api.types import DecodeBody, GenerateBody, LookupBody, PrefillBody, PromptBody
 from tierkv.http.bodies import JSON
 
 TOKENS = list(range(48))
@@ -79,18 +76,3 @@ async def test_ten_megabytes_of_json_do_not_stop_the_loop(on: Here) -> None:
         answer = await asking
         assert (answer.status, answer.code) == (422, "request_too_large")
     assert stops[-1] < 0.5, stops  # 0.03 on a machine that does nothing else
-
-
-@pytest.mark.parametrize("kind", [GenerateBody, PrefillBody, DecodeBody, LookupBody])
-def test_the_fields_beside_packed_tokens_can_all_be_query_parameters(
-    kind: type[PromptBody],
-) -> None:
-    """Packed tokens come alone in their body, so every other field must be a plain value, but for
-    media and stop texts, which ask for JSON or msgpack."""
-    simple = (str, int, float, bool, Enum)
-    required = {"ticket_id": "t"} if kind is DecodeBody else {}
-    body = msgspec.convert({"tokens": [1], **required}, kind)
-    for name in kind.__struct_fields__:
-        if name not in ("tokens", "media", "stop"):
-            default = getattr(body, name)
-            assert default is None or isinstance(default, simple), name

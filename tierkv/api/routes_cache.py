@@ -28,8 +28,7 @@ from tierkv.errors import BadRequestError, StoreUnavailableError
 from tierkv.http import bodies
 from tierkv.http.callers import Access
 from tierkv.http.problems import UnknownIdError
-from tierkv.http.process import in_turns
-from tierkv.http.route import Disconnect, Route, in_path
+from tierkv.http.route import Route, in_path
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.tickets import Standing
 from tierkv.sched.explain import Explanation
@@ -65,7 +64,6 @@ class PrefetchRoutes(Routes):
         body=PrefetchBody,
         answer=PrefetchAnswer,
         status=HTTPStatus.ACCEPTED,
-        on_disconnect=Disconnect.DETACH,
     )
     async def begin(self, request: web.BaseRequest) -> web.Response:
         """Start to fetch a prompt's stored blocks to the host."""
@@ -119,8 +117,7 @@ class PinRoutes(Routes):
         """List the tenant's pins."""
         self._node.check_started()
         pins = self._node.pins.all_of(principal_of(request).tenant)
-        answers = [self._answer(pin) async for pin in in_turns(pins)]
-        return PinsAnswer(answers)
+        return PinsAnswer([self._answer(pin) for pin in pins])
 
     @Route("PUT", _PIN, Access.WRITE, body=PinBody, answer=PinAnswer)
     async def put(self, request: web.BaseRequest) -> PinAnswer:

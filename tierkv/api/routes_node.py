@@ -33,7 +33,7 @@ from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, Owners
 from tierkv.http import bodies
 from tierkv.http.callers import Access
 from tierkv.http.problems import UnknownIdError, WrongStateError
-from tierkv.http.route import Disconnect, Route, in_path
+from tierkv.http.route import Route, in_path
 from tierkv.sched.events import CacheEvents
 from tierkv.tasks import deadline
 
@@ -75,7 +75,7 @@ class NodeRoutes(Routes):
                 raise WrongStateError(str(error)) from error
         return self._tiers()
 
-    @Route("POST", "/v1/reset", Access.ADMIN, answer=ResetAnswer, on_disconnect=Disconnect.DETACH)
+    @Route("POST", "/v1/reset", Access.ADMIN, answer=ResetAnswer)
     async def reset(self, _: web.BaseRequest) -> ResetAnswer:
         """Forget all cached blocks without a holder; storage keeps its blocks."""
         self._node.check_started()
@@ -95,14 +95,7 @@ class NodeRoutes(Routes):
         service = self._node.service
         return self._listings.page(service.index, service.events, page.cursor, limit=page.limit)
 
-    @Route(
-        "DELETE",
-        "/v1/blocks",
-        Access.ADMIN,
-        answer=ResetAnswer,
-        query=(("storage", bool),),
-        on_disconnect=Disconnect.DETACH,
-    )
+    @Route("DELETE", "/v1/blocks", Access.ADMIN, answer=ResetAnswer, query=(("storage", bool),))
     async def free(self, request: web.BaseRequest) -> ResetAnswer:
         """Forget all cached blocks without a holder; storage keeps its blocks.
 

@@ -40,9 +40,9 @@ from tierkv.errors import (
 from tierkv.http import bodies
 from tierkv.http.bodies import EVENT_STREAM, JSON
 from tierkv.http.callers import Access
-from tierkv.http.live import EVERY_S, REFRESH_S, figures_of
+from tierkv.http.live import REFRESH_S, figures_of
 from tierkv.http.problems import NotReadyError, UnknownIdError, WrongStateError
-from tierkv.http.route import Disconnect, Route, document, in_path, routes_of
+from tierkv.http.route import Route, document, in_path, routes_of
 from tierkv.observe import Moment, Prefix, Stats, Timeline, prefixes
 from tierkv.sched.explain import Explanation
 from tierkv.tasks import deadline
@@ -50,21 +50,21 @@ from tierkv.transfer.tier import StoreState
 
 
 class LifeRoutes(Routes):
-    @Route("POST", "/v1/drain", Access.ADMIN, answer=LifeAnswer, on_disconnect=Disconnect.DETACH)
+    @Route("POST", "/v1/drain", Access.ADMIN, answer=LifeAnswer)
     async def drain(self, _: web.BaseRequest) -> LifeAnswer:
         """Refuse new requests, and let running requests finish."""
         self._node.check_started()
         self._node.drain()
         return self._life()
 
-    @Route("POST", "/v1/pause", Access.ADMIN, answer=LifeAnswer, on_disconnect=Disconnect.DETACH)
+    @Route("POST", "/v1/pause", Access.ADMIN, answer=LifeAnswer)
     async def pause(self, _: web.BaseRequest) -> LifeAnswer:
         """Make new requests wait until POST /v1/resume."""
         self._node.check_started()
         self._node.service.pause()
         return self._life()
 
-    @Route("POST", "/v1/resume", Access.ADMIN, answer=LifeAnswer, on_disconnect=Disconnect.DETACH)
+    @Route("POST", "/v1/resume", Access.ADMIN, answer=LifeAnswer)
     async def resume(self, _: web.BaseRequest) -> LifeAnswer:
         """Admit waiting and new requests again."""
         self._node.check_started()
@@ -295,7 +295,6 @@ _FIGURES = frozenset(
     )
 )
 _MAX_DIGITS = 18  # of a request's number; Python refuses numbers of thousands of digits
-_MAX_SHOWN = 24  # requests in one event of the page; see _chosen
 _RUN_S = 0.0004  # pause per run of blocks read, 200 times its reading time
 
 
@@ -314,7 +313,6 @@ class NodeLiveRoutes(Routes):
         self._num_runs = 0
         self._state = b"{}"
         self._refreshed = 0
-        self._encoded_requests: dict[tuple[str | None, int, int], bytes] = {}
         node.live.figures = lambda: figures_of(collector.shown(), _FIGURES)
         node.live.refresh = self._refresh
 
@@ -381,21 +379,12 @@ class NodeLiveRoutes(Routes):
             yield news
 
     def _changed_requests(self, tenant: str | None, version: int) -> bytes:
-        """Return the encoded requests that changed after `version`, for the pages of a tenant.
-
-        The result is kept, since all pages of the tenant ask for the same.
-        """
-        timelines = self._node.service.timelines
-        key = tenant, version, timelines.version
-        if key not in self._encoded_requests:
-            if len(self._encoded_requests) >= _MAX_SHOWN:
-                self._encoded_requests.clear()
-            seen = [one for one in timelines.since(version) if self._may_see(tenant, one.space)]
-            wall = time.time() - asyncio.get_running_loop().time()
-            self._encoded_requests[key] = msgspec.json.encode(
-                [_request(one, wall) for one in _chosen(seen)]
-            )
-        return self._encoded_requests[key]
+        """Return the encoded requests of a tenant that changed after `version`."""
+        wall = time.time() - asyncio.get_running_loop().time()
+        changed = self._node.service.timelines.since(version)
+        return msgspec.json.encode(
+            [_request(one, wall) for one in changed if self._may_see(tenant, one.space)]
+        )
 
     def _visible_prefixes(self, tenant: str | None) -> bytes:
         """Return the encoded tree of cached prefixes, without the spaces of other tenants."""
@@ -443,26 +432,6 @@ class NodeLiveRoutes(Routes):
             "health": [(part, how.value, masked_url(word)) for part, (how, word) in health.items()],
             "stores": stores,
         }
-
-
-def _chosen(changed: list[Timeline]) -> list[Timeline]:
-    """Return at most _MAX_SHOWN of the changed requests: slow ones first, then the last to end.
-
-    A request is slow if it has run for more than half a second. Pages have then seen it running, so
-    that its end is sent too.
-    """
-    if len(changed) <= _MAX_SHOWN:
-        return changed
-    now = asyncio.get_running_loop().time()
-    slow, ended = [], []
-    for one in changed:
-        end = one.moments.get(Moment.ENDED)
-        if (end or now) - one.moments[Moment.BEGAN] > EVERY_S:
-            slow.append(one)
-        elif end is not None:
-            ended.append(one)
-    room = max(_MAX_SHOWN - len(slow), 0)
-    return slow[-_MAX_SHOWN:] + ended[max(len(ended) - room, 0) :]
 
 
 def _request(one: Timeline, wall: float) -> dict[str, object]:

@@ -35,7 +35,7 @@ from tierkv.http import bodies
 from tierkv.http.bodies import open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.problems import UnknownIdError, WrongRoleError, log_if_unexpected, problem_of
-from tierkv.http.route import Disconnect, Route
+from tierkv.http.route import Route
 from tierkv.tasks import task_group
 from tierkv.tokenizers import AnswerDecoder, Tokenizer
 
@@ -340,13 +340,7 @@ class WorkRoutes(Routes):
                 )
         return answer.result
 
-    @Route(
-        "DELETE",
-        "/v1/requests/{id}",
-        Access.WRITE,
-        answer=AbortAnswer,
-        on_disconnect=Disconnect.DETACH,
-    )
+    @Route("DELETE", "/v1/requests/{id}", Access.WRITE, answer=AbortAnswer)
     async def abort(self, request: web.BaseRequest) -> AbortAnswer:
         """Abort a request that waits for blocks or that the node's engine computes."""
         async with self._node.call():

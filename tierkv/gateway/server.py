@@ -46,7 +46,7 @@ from tierkv.http.bodies import EVENT_STREAM, open_stream, write
 from tierkv.http.callers import Access, Guard
 from tierkv.http.live import PageRoutes
 from tierkv.http.problems import fail, log_if_unexpected
-from tierkv.http.process import LastResort, in_turns, stop_signal
+from tierkv.http.process import LastResort, stop_signal
 from tierkv.http.route import HttpRouter, Route, in_path, routes_of
 from tierkv.http.server import answering, bind, make_room_for
 from tierkv.tasks import task_group
@@ -110,7 +110,7 @@ class CompletionRoutes:
         given = request[bodies.REQUEST_ID], request.headers.get("Authorization"), session_id
         answers = [
             PromptAnswer(job, backend, stops, min_tokens=body.min_tokens or 0)
-            async for job in in_turns(body.jobs(prompts, *given))
+            for job in body.jobs(prompts, *given)
         ]
         writer = _Writer(request, self._gateway.model, is_chat=kind is ChatBody)
         if body.stream:
@@ -162,7 +162,7 @@ class CompletionRoutes:
             log_if_unexpected(writer.request, failure)
             await writer.write_line(msgspec.json.encode(failure_of(writer.request, failure)))
             return await writer.end()
-        async for index, answer in in_turns(enumerate(answers)):
+        for index, answer in enumerate(answers):
             await writer.write(writer.head.piece(index, AnswerPiece(), answer.finish_reason))
         if usage_choices is not None:
             await writer.write(writer.head.usage(usage_of(answers, usage_choices)))
@@ -180,7 +180,7 @@ class CompletionRoutes:
             GatewayError: A prompt has failed.
         """
         async with task_group() as tasks:
-            async for index, answer in in_turns(enumerate(answers)):
+            for index, answer in enumerate(answers):
                 tasks.create_task(self._run_one(index, answer, send))
 
     async def _run_one(self, index: int, answer: PromptAnswer, send: SendTo) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from random import getrandbits
 from typing import TypeVar
 
@@ -21,7 +20,6 @@ T = TypeVar("T")
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
-OCTETS = "application/octet-stream"
 REQUEST_ID_HEADER = "X-Request-Id"
 SESSION_HEADER = "X-Session-ID"  # as vLLM names it
 SERVER = "tierkv"  # in every answer; aiohttp's default would show its version and Python's
@@ -79,9 +77,6 @@ class BodyReader:
     ) -> T:
         """Read the request's body, and decode it by its content type; a long one in a thread.
 
-        A body of type application/octet-stream is only the packed tokens; the other fields are then
-        query parameters.
-
         Args:
             request: A request whose body is still unread.
             kind: Type to decode as.
@@ -97,17 +92,13 @@ class BodyReader:
             BodyTimeoutError: The body took longer than `body_timeout_s`.
             TooMuchInWorkError: There is no room for the body now.
         """
-        content_type = _media_type(request, kind)
+        content_type = _media_type(request)
         raw = await self._receive(request)
-        if not raw and content_type != OCTETS:
+        if not raw:
             raise BodyError("the body is empty: send a JSON or MessagePack object")
-
-        def work() -> T:
-            if content_type == OCTETS:
-                return finish(from_query(request, kind, {"tokens": bytes(raw)}))
-            return finish(decode(raw, kind, content_type=content_type))
-
-        return await self.aside(len(raw), work)
+        return await self.aside(
+            len(raw), lambda: finish(decode(raw, kind, content_type=content_type))
+        )
 
     async def aside(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Return the result of `work`, called in a thread if it works on many bytes.
@@ -135,7 +126,7 @@ class BodyReader:
         """
         if not request.can_read_body or not (raw := await self._receive(request)):
             return kind()
-        return decode(raw, kind, content_type=_media_type(request, kind))
+        return decode(raw, kind, content_type=_media_type(request))
 
     async def _receive(self, request: web.BaseRequest) -> bytearray:
         most, timeout_s = request.client_max_size, self._section.body_timeout_s
@@ -211,20 +202,18 @@ def release(request: web.BaseRequest) -> None:
         reader.give_back(num_bytes)
 
 
-def _media_type(request: web.BaseRequest, kind: type) -> str:
+def _media_type(request: web.BaseRequest) -> str:
     """Return the content type of the request's body.
 
     Raises:
-        MediaTypeError: `kind` cannot be read from this type or this encoding.
+        MediaTypeError: Bodies of this type or this encoding are not supported.
     """
     content_type = request.content_type
     if content_type not in (JSON, MSGPACK):
-        # aiohttp reports octets also for a header that is missing or cannot be read.
         given = request.headers.get("Content-Type", "")
-        if not (given.lower().startswith(OCTETS) and _has_tokens(kind)):
-            raise MediaTypeError(
-                f"the Content-Type {given[:80]!r} is not supported: send {JSON} or {MSGPACK}"
-            )
+        raise MediaTypeError(
+            f"the Content-Type {given[:80]!r} is not supported: send {JSON} or {MSGPACK}"
+        )
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() not in _ENCODINGS:  # aiohttp does not decode unknown encodings
         raise MediaTypeError(
@@ -233,15 +222,12 @@ def _media_type(request: web.BaseRequest, kind: type) -> str:
     return content_type
 
 
-def from_query(
-    request: web.BaseRequest, kind: type[T], more: Mapping[str, bytes] | None = None
-) -> T:
-    """Decode the query parameters, together with `more`, as `kind`.
+def from_query(request: web.BaseRequest, kind: type[T]) -> T:
+    """Decode the query parameters as `kind`.
 
     Args:
         request: The request with the query.
         kind: Type to decode as.
-        more: Fields that are not in the query, by name.
 
     Raises:
         FieldError: A field does not fit `kind`, or a parameter is given twice.
@@ -249,7 +235,7 @@ def from_query(
     if len(request.query) > len(set(request.query)):
         raise FieldError("a query parameter is given twice: give it once")
     try:
-        return msgspec.convert({**request.query, **(more or {})}, kind, strict=False)
+        return msgspec.convert(dict(request.query), kind, strict=False)
     except msgspec.ValidationError as error:
         raise FieldError(str(error)) from error
 
@@ -264,10 +250,6 @@ def is_set(request: web.BaseRequest, flag: str) -> bool:
     return request.query.get(flag, "false").lower() not in ("false", "0")
 
 
-def _has_tokens(kind: type) -> bool:
-    return issubclass(kind, msgspec.Struct) and "tokens" in kind.__struct_fields__
-
-
 def decode(raw: bytes | bytearray, kind: type[T], *, content_type: str) -> T:
     """Decode the bytes of a body as `kind`.
 
@@ -277,15 +259,13 @@ def decode(raw: bytes | bytearray, kind: type[T], *, content_type: str) -> T:
         content_type: JSON or MSGPACK.
 
     Raises:
-        BodyError: `raw` cannot be read, or has a key twice in one object.
+        BodyError: `raw` cannot be read.
         FieldError: The fields do not fit `kind`.
     """
     try:
         if content_type == MSGPACK:
             return msgspec.msgpack.decode(raw, type=kind)
-        body = msgspec.json.decode(raw, type=kind)
-        _refuse_twins(raw, msgspec.json.decode(raw, type=dict[str, msgspec.Raw]))
-        return body
+        return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         raise FieldError(str(error)) from error
     except UnicodeDecodeError as error:
@@ -294,35 +274,6 @@ def decode(raw: bytes | bytearray, kind: type[T], *, content_type: str) -> T:
         raise BodyError(f"the body cannot be read: {error}") from error
     except RecursionError as error:
         raise BodyError("the body is nested too deeply") from error
-
-
-def _refuse_twins(raw: bytes | bytearray, fields: Mapping[str, msgspec.Raw]) -> None:
-    """Check that no object of the JSON text has a key twice.
-
-    Decoders differ in which of the two values they use, so a proxy that checks the body and a node
-    that acts on it could see two different bodies.
-
-    Args:
-        raw: The JSON text.
-        fields: The decoded object, with one value for each key. If the text has just the length of
-            these fields, no key is repeated. Only otherwise is the text decoded again.
-
-    Raises:
-        BodyError: A key is repeated.
-    """
-    if raw.count(b":") == len(fields):  # one for each key: none twice, and no inner object
-        return
-    values = [bytes(value) for value in fields.values()]
-    size = sum(map(len, values)) + sum(len(key.encode()) for key in fields) + 4 * len(fields) + 1
-    is_plain = len(raw) in (size, size + 2 * len(fields) - 1)  # {"a":1,"b":2} or {"a": 1, "b": 2}
-    if is_plain and not any(value[:1] in b"{[" and b"{" in value for value in values):
-        return
-    json.loads(raw, object_pairs_hook=_no_twins, parse_int=len)  # of a long one, no number
-
-
-def _no_twins(pairs: list[tuple[str, object]]) -> None:
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise BodyError("an object of the body has the same key twice: remove one")
 
 
 def answer(request: web.BaseRequest, value: object, *, status: int = 200) -> web.Response:
@@ -413,17 +364,7 @@ def first_id(request: web.BaseRequest) -> str:
 
 
 EVENT_STREAM = "text/event-stream"
-_EVENT_ID = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
 _WRITE_TIMEOUT_S = 30.0  # seconds without a read after which the client counts as gone
-
-
-def last_event(request: web.BaseRequest) -> tuple[int, int] | None:
-    """Return the two numbers of the Last-Event-ID header; None without a valid header.
-
-    The numbers are epoch and number of the last event that the client has received.
-    """
-    known = _EVENT_ID.fullmatch(request.headers.get("Last-Event-ID", ""))
-    return (int(known[1]), int(known[2])) if known else None
 
 
 def event_stream(request: web.BaseRequest) -> web.StreamResponse:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import (
@@ -30,7 +29,7 @@ from aiohttp import hdrs, web
 from prometheus_client.metrics_core import Metric
 
 from tierkv.http import bodies
-from tierkv.http.bodies import event_stream, last_event, open_stream, write
+from tierkv.http.bodies import event_stream, open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.route import Route, in_path
 from tierkv.tasks import supervised
@@ -126,7 +125,7 @@ class LiveFeed:
 
     def _begin_anew(self) -> None:
         self._ring.clear()
-        self._epoch, self._last = secrets.randbits(32), 0
+        self._epoch, self._last = self._epoch + 1, 0
 
     async def _sample(self) -> None:
         while True:
@@ -143,10 +142,9 @@ class LiveFeed:
         self._changed = asyncio.Event()
 
     async def stream(self, request: web.BaseRequest, news: News) -> web.StreamResponse:
-        """Stream samples and `news` as server-sent events until `close`.
+        """Stream the kept samples, later samples and `news` as server-sent events until `close`.
 
-        A page that reconnects with the id of the last event it received continues after this event.
-        A slow page then gets all later samples at once, as far as they are kept.
+        A slow page gets all samples since its last event at once, as far as they are kept.
 
         Args:
             request: The request of the page.
@@ -154,7 +152,7 @@ class LiveFeed:
         """
         if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
             return event_stream(request)
-        epoch, number = last_event(request) or (-1, 0)
+        epoch, number = -1, 0
         response = await open_stream(request)
         self.num_watching += 1
         self._watched.set()
@@ -163,16 +161,13 @@ class LiveFeed:
                 while not self._is_closed:
                     changed = self._changed
                     lines = []
-                    if epoch != self._epoch or number > self._last:
+                    if epoch != self._epoch:
                         epoch, number = self._epoch, 0
                         lines.append(b"event: names\ndata: " + msgspec.json.encode(self._names))
                     if number < self._last:
                         samples = list(self._ring)[-(self._last - number) :]
                         number = self._last
-                        lines.append(
-                            b"id: %d-%d\nevent: samples\ndata: [%b]"
-                            % (epoch, number, b",".join(samples))
-                        )
+                        lines.append(b"event: samples\ndata: [%b]" % b",".join(samples))
                     lines += [f"event: {name}\ndata: ".encode() + data for name, data in news()]
                     await write(response, b"\n\n".join([*lines, b""]), timeout_s=_WRITE_S)
                     await changed.wait()

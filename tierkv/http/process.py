@@ -13,22 +13,18 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from os import _exit
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.tasks import background, supervised
 from tierkv.threads import aside, start_thread, start_threads
 
-T = TypeVar("T")
-
 TICK_S = 0.05
-_SHORT_S = 0.01  # a delay that any loop has
-_ITEMS = 64  # of some 20 us each
 _TICKS = 1200  # one minute
 
 
@@ -45,7 +41,6 @@ class Heartbeat:
         self.on_beat = on_beat
         self._last: float | None = None
         self._late: deque[float] = deque(maxlen=_TICKS)
-        self._late_s = 0.0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -59,16 +54,6 @@ class Heartbeat:
         return None if self._last is None else asyncio.get_running_loop().time() - self._last
 
     @property
-    def late_s(self) -> float:
-        """The sum of all delays so far, in seconds, and of the delay of a measurement due now.
-
-        Delays below 10 ms do not count. The difference of two readings is the loop's delay between
-        them.
-        """
-        now_late_s = 0.0 if self.age_s is None else self.age_s - TICK_S
-        return self._late_s + (now_late_s if now_late_s > _SHORT_S else 0.0)
-
-    @property
     def worst_lag_s(self) -> float:
         """The longest delay in the last minute, in seconds."""
         return max(self._late, default=0.0)
@@ -80,69 +65,7 @@ class Heartbeat:
             await asyncio.sleep(TICK_S)
             late_s = max(loop.time() - self._last - TICK_S, 0.0)
             self._late.append(late_s)
-            self._late_s += late_s if late_s > _SHORT_S else 0.0
             self.on_beat(late_s, min(late_s, time.thread_time() - worked_s))
-
-
-_MAX_EXTENSIONS = 8  # a loop that is late half of the time is excused for all but 1/256 of it
-
-
-@asynccontextmanager
-async def patient_timeout(beat: Heartbeat, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """Limit the body as asyncio.timeout does, but do not count delays of this process's own loop.
-
-    In such a delay the peer may have answered in time. The limit is extended at most 8 times.
-
-    Args:
-        beat: The running heartbeat of this loop.
-        seconds: The limit.
-    """
-    async with asyncio.timeout(None) as scope:
-        extensions = _Extensions(beat, scope, seconds)
-        try:
-            yield scope
-        finally:
-            extensions.timer.cancel()
-
-
-class _Extensions:
-    """The extensions of one patient timeout.
-
-    This is a class because a closure that names itself would be a reference cycle for each call.
-
-    Attributes:
-        timer: Timer of the next extension, or of the end.
-
-    Args:
-        beat: The running heartbeat of this loop.
-        scope: The timeout that is extended.
-        seconds: The limit without delays.
-    """
-
-    def __init__(self, beat: Heartbeat, scope: asyncio.Timeout, seconds: float) -> None:
-        self._beat, self._scope = beat, scope
-        self._seen_s, self._num = beat.late_s, 0
-        self._loop = asyncio.get_running_loop()
-        self.timer = self._loop.call_later(seconds, self._extend)
-
-    def _extend(self) -> None:
-        late_s, self._seen_s = self._beat.late_s - self._seen_s, self._beat.late_s
-        self._num += 1
-        if late_s > 0 and self._num <= _MAX_EXTENSIONS:
-            self.timer = self._loop.call_later(late_s, self._extend)
-        elif not self._scope.expired():
-            self._scope.reschedule(self._loop.time())
-
-
-async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield `items`, and let other tasks run after every 64.
-
-    For lists whose length callers decide.
-    """
-    for number, item in enumerate(items, 1):
-        yield item
-        if number % _ITEMS == 0:
-            await asyncio.sleep(0)
 
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from enum import Enum
 from http import HTTPStatus
 from types import FunctionType
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from aiohttp.http import HttpVersion10, HttpVersion11
 import tierkv
 from tierkv import tracing
 from tierkv.http import bodies
-from tierkv.http.bodies import EVENT_STREAM, ID_PATTERN, JSON, MSGPACK, OCTETS
+from tierkv.http.bodies import EVENT_STREAM, ID_PATTERN, JSON, MSGPACK
 from tierkv.http.callers import Access, Guard
 from tierkv.http.problems import PROBLEM_JSON, Problem
 
@@ -32,13 +31,6 @@ _IN_PATH = web.RequestKey("in_path", dict[str, str])
 _MARK = "tierkv_routes"
 _NAME = re.compile(r"\{(\w+)(?::([^}]+))?\}")
 _SPOKEN = (HttpVersion11, HttpVersion10)
-
-
-class Disconnect(Enum):
-    """The fate of a request's work when its client closes the connection."""
-
-    CANCEL = "cancel"  # the work stops, and its blocks are released
-    DETACH = "detach"  # the work goes on: other calls may wait for its result
 
 
 async def _unbound(_: web.BaseRequest) -> object:
@@ -58,7 +50,6 @@ class Route:
         access: The access level that callers need.
         body, answer: msgspec types of body and answer; None without one.
         status: HTTP status of a good answer.
-        on_disconnect: What happens to the work when the client closes the connection.
         query: Names of query parameters with their types.
         is_stream: True if the answer may also be text/event-stream.
         is_body_optional: True to read a missing body as {}.
@@ -75,7 +66,6 @@ class Route:
     body: type | None = None
     answer: type | None = None
     status: int = HTTPStatus.OK
-    on_disconnect: Disconnect = Disconnect.CANCEL
     query: tuple[tuple[str, type], ...] = ()
     is_stream: bool = False
     is_body_optional: bool = False
@@ -324,14 +314,13 @@ def _operation(row: Route, media_of: dict[type, Json]) -> Json:
         "tags": [tag],
         "summary": row.summary,
         "x-access": row.access.name.lower(),
-        "x-on-disconnect": row.on_disconnect.value,
         "parameters": _parameters(row),
         "responses": _responses(row, media_of),
         # {}: a node without authentication.
         "security": [] if row.access is Access.PUBLIC else [{"token": []}, {"certificate": []}, {}],
     }
     if row.body is not None:
-        operation["requestBody"] = _body(row, row.body, media_of[row.body])
+        operation["requestBody"] = _body(row, media_of[row.body])
     return operation
 
 
@@ -352,15 +341,8 @@ def _parameters(row: Route) -> list[Json]:
     return [*named, *asked, *({"name": name, "in": "header", "schema": _ID} for name in headers)]
 
 
-def _body(row: Route, kind: type, media: Json) -> Json:
+def _body(row: Route, media: Json) -> Json:
     content: Json = {JSON: media, MSGPACK: {"schema": media["schema"]}}
-    if "tokens" in _fields(kind):
-        content[OCTETS] = {
-            "schema": {
-                "type": "string",
-                "description": "The packed tokens, with the other fields as query parameters.",
-            }
-        }
     return {"required": not row.is_body_optional, "content": content}
 
 

@@ -464,7 +464,7 @@ function nodes() {
 
 // What is told: a stream of events over fetch, since EventSource cannot say who asks
 
-let token = sessionStorage.getItem("tierkv-token") ?? "", lastId = "", isDue = false, heardAt = 0, page = null, stop = null;
+let token = sessionStorage.getItem("tierkv-token") ?? "", isDue = false, heardAt = 0, page = null, stop = null;
 const ask = (path, more = {}) => fetch(path, { ...more, cache: "no-store", credentials: "same-origin", headers: { ...(token ? { Authorization: `Bearer ${token}` } : {}), ...more.headers } });
 
 function link(is, words) {
@@ -492,7 +492,6 @@ function take(block) {
   for (const line of block.split("\n")) {
     if (line.startsWith("event: ")) kind = line.slice(7);
     else if (line.startsWith("data: ")) data = line.slice(6);
-    else if (line.startsWith("id: ")) lastId = line.slice(4);
   }
   heard[kind]?.(JSON.parse(data));
   return kind;
@@ -525,7 +524,7 @@ function due() { if (!isDue) { isDue = true; requestAnimationFrame(draw); } }
 
 async function listen() {
   stop = new AbortController();
-  const answer = await ask("live/stream", { signal: stop.signal, headers: { Accept: "text/event-stream", ...(lastId ? { "Last-Event-ID": lastId } : {}) } });
+  const answer = await ask("live/stream", { signal: stop.signal, headers: { Accept: "text/event-stream" } });
   if (!answer.ok) {
     const problem = await answer.json().catch(() => ({}));
     if (answer.status === 401 || answer.status === 403) return login(problem.detail ?? problem.title ?? "This token may not look.");
