@@ -365,18 +365,6 @@ def test_a_load_that_failed_is_not_offered_to_that_request_again() -> None:
         on.cache.release("c")
 
 
-def test_a_block_whose_loads_fail_again_and_again_is_offered_to_nobody() -> None:
-    tokens = tokens_of(2 * BLOCK)
-    with engine(settings=EngineCacheSettings(save_blocks=16, max_failures=2)) as on:
-        on.save("a", tokens, [0, 1])
-        for key in ("b", "c"):
-            on.lookup(key, tokens)
-            on.latch.fail_next(Direction.LOAD)
-            assert on.load(key, [9], first=1) == (1,)
-        assert on.lookup("d", tokens) == Found(BLOCK)
-        on.cache.release("d")
-
-
 def test_promises_are_bounded_together_and_a_queue_of_requests_is_served_in_turn() -> None:
     """A thousand requests that wait do not pin the host tier."""
     tokens = [tokens_of(4 * BLOCK, seed) for seed in range(1, 9)]

@@ -1,5 +1,5 @@
-"""Engines of different numbers of ranks find each other's blocks, where it is known which bytes of
-a token are which head's; where it is not, a lookup says so."""
+"""Engines of different numbers of ranks find each other's blocks if a scheme says which bytes of a
+token belong to which head."""
 
 from __future__ import annotations
 
@@ -36,12 +36,7 @@ WHOLE = attention_layout(
     num_layers=2, num_kv_heads=HEADS, head_dim=3, dtype="uint8", item_bytes=1, block_size=SIZE
 )
 SCHEME = ShardScheme(WHOLE, {"key": HEADS, "value": HEADS})
-OPAQUE = Layout(SIZE, (Plane(0, "key", "uint8", 48), Plane(0, "value", "uint8", 48)))
 TOKENS = list(range(3 * SIZE + 2))
-
-
-def opaque_shard(size: int) -> Layout:
-    return Layout(SIZE, tuple(Plane(0, one.role, one.dtype, 48 // size) for one in OPAQUE.planes))
 
 
 @dataclass
@@ -97,7 +92,7 @@ class Ranks:
         self.cache.release("save")
         return published
 
-    def lookup(self, ticket: str | None = None) -> Found:
+    def lookup(self, ticket: str) -> Found:
         prompt = Prompt(pack(TOKENS), SIZE)
         return ask(lambda: self.cache.lookup("load", prompt, ticket=ticket))
 
@@ -117,21 +112,17 @@ class Ranks:
 
 
 @contextmanager
-def engine(folder: Path, size: int, *, scheme: ShardScheme | None = SCHEME) -> Iterator[Ranks]:
-    whole = WHOLE if scheme is not None else OPAQUE
-    shards = [
-        SCHEME.layout(Shard(rank, size)) if scheme is not None else opaque_shard(size)
-        for rank in range(size)
-    ]
+def engine(folder: Path, size: int) -> Iterator[Ranks]:
+    shards = [SCHEME.layout(Shard(rank, size)) for rank in range(size)]
     path = str(folder / f"{size}.sock")
     arrays = [
         [np.zeros((12, plane.block_bytes), np.uint8) for plane in shard.planes] for shard in shards
     ]
     with ExitStack() as stack:
         cache = EngineCache(
-            Fingerprint("m", whole),
-            [whole],
-            host_bytes=64 * whole.block_bytes,
+            Fingerprint("m", WHOLE),
+            [WHOLE],
+            host_bytes=64 * WHOLE.block_bytes,
             cache=CacheSettings(
                 block_size=SIZE,
                 storage_write=WritePolicy.WRITE_THROUGH,
@@ -140,7 +131,7 @@ def engine(folder: Path, size: int, *, scheme: ShardScheme | None = SCHEME) -> I
             store=lambda: open_store(f"file://{folder}/kv", StoreSettings(), SystemClock()),
             ranks=RankSocket(path, shards),
             settings=EngineCacheSettings(save_blocks=16),
-            storage=StorageOptions(scheme=scheme, peer_tensor_parallel=(1, 2, 4)),
+            storage=StorageOptions(scheme=SCHEME, peer_tensor_parallel=(1, 2, 4)),
         )
         stack.enter_context(cache)
         ranks = []
@@ -153,7 +144,7 @@ def engine(folder: Path, size: int, *, scheme: ShardScheme | None = SCHEME) -> I
         assert cache.verify().wait(PATIENCE_S) == []
 
 
-@pytest.mark.promise("Engines of other rank counts find every byte or name the reason.")
+@pytest.mark.promise("Engines of other rank counts find every byte.")
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 4), (4, 1), (2, 2)])
 def test_another_number_of_ranks_finds_every_byte_tail_included(
     writers: int, readers: int, tmp_path: Path
@@ -168,20 +159,6 @@ def test_another_number_of_ranks_finds_every_byte_tail_included(
         assert second.lookup("t") == Found(len(TOKENS))
         second.load(there)
         assert second.holds(there)
-
-
-@pytest.mark.promise("Engines of other rank counts find every byte or name the reason.")
-def test_where_no_heads_are_known_a_lookup_says_whose_blocks_are_of_no_use(tmp_path: Path) -> None:
-    with engine(tmp_path, 2, scheme=None) as first:
-        first.save([0, 1, 2, 3], "t")
-    with engine(tmp_path, 2, scheme=None) as same:
-        assert same.lookup() == Found(len(TOKENS))
-        same.cache.release("load")
-    with engine(tmp_path, 4, scheme=None) as other:
-        found = other.lookup()
-        assert found.num_tokens == 0
-        assert found.problem is not None
-        assert "2 ranks" in found.problem
 
 
 def test_of_several_groups_it_is_said_once_that_only_as_many_ranks_are_found(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -140,7 +140,6 @@ class GroupTier:
         number: number of the cache group.
         group: layout of the group's blocks, and the rule of which blocks a prompt needs.
         memory: the group's host slots, and the reader and writer of its stored blocks.
-        is_bad: returns True for the key of a block whose loads failed too often.
     """
 
     def __init__(
@@ -149,15 +148,12 @@ class GroupTier:
         number: int,
         group: CacheGroup,
         memory: GroupMemory,
-        *,
-        is_bad: Callable[[bytes], bool],
     ) -> None:
         self.group = group
         self.number = number
         self.host = memory.host
         self.blocks = FlatBlocks(f"group {number}", memory.host.num_slots, self._evicted)
         self._service = service
-        self._is_bad = is_bad
         self.io = memory.io
         settings = service.settings
         self._rule = WriteRule(settings.storage_write, settings.storage_after_hits)
@@ -217,13 +213,11 @@ class GroupTier:
         """
         key = lookup.keys[at]
         block = self.blocks.get(key.digest)
-        if block is not None and not self._is_bad(key.digest):
+        if block is not None:
             return block, key.num_tokens
         if self.group.has_prefixes:
             wanted, extra = lookup.tokens(at), lookup.prompt.extra(at)
-            block, shared = self.blocks.best(lookup.keys.parent_of(at), wanted, extra)
-            if block is not None and not self._is_bad(block.key.digest):
-                return block, shared
+            return self.blocks.best(lookup.keys.parent_of(at), wanted, extra)
         return None, 0
 
     async def longest(self, lookup: GroupLookup, limit: int) -> int:
@@ -284,7 +278,7 @@ class GroupTier:
         """
         for at, is_there in zip(missing, there, strict=True):
             key = lookup.keys[at]
-            if is_there and not self._is_bad(key.digest) and key.digest not in lookup.lost:
+            if is_there and key.digest not in lookup.lost:
                 lookup.stored[at] = (key, key.num_tokens)
 
     async def _asks_for_tail(self, lookup: GroupLookup, at: int) -> bool:
@@ -313,9 +307,7 @@ class GroupTier:
         found = await self.io.tails.best(
             parent, lookup.tokens(at), extra, lookup.prompt.space, missing=missing
         )
-        if found is None or self._is_bad(found.key.digest):
-            return False
-        if found.num_shared <= self.here(lookup, at)[1]:
+        if found is None or found.num_shared <= self.here(lookup, at)[1]:
             return False
         lookup.stored[at] = (found.key, found.num_shared)
         return True

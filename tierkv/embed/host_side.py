@@ -55,9 +55,8 @@ from tierkv.pd.handoff import Published, PublishStream
 from tierkv.pd.source import NoSupply
 from tierkv.pd.tickets import HandoffProblem, Ticket, TicketLedger
 from tierkv.sched.budget import Budget
-from tierkv.sched.copies import HASHED_BLOCKS, Beyond, path_keys, stored_beyond
+from tierkv.sched.copies import HASHED_BLOCKS, Beyond, stored_beyond
 from tierkv.sched.events import CacheEvent, CacheEventKind, ExternalId
-from tierkv.sched.fetch import NOT_IN_STORAGE
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import Transfer
 from tierkv.service import Service
@@ -69,12 +68,10 @@ log = logging.getLogger(__name__)
 
 _CLOSING_S = 5.0  # for the last saved blocks to be stored; later ones are not
 _MIN_SLOTS = 2  # one to be promised and one to be saved
-_MAX_FAILURES = 4096  # number of blocks with counted failures
 _MAX_ROUNDS = 4  # plans of a lookup: storage may lose a block between plan and fetch
 _MIN_ASKED = 64  # blocks of a group in the first question to storage, at least
 _MORE_ASKED = 4  # factor by which each further question is larger
 _ALL_ASKED = 1024  # blocks of all groups up to which a prompt is asked for whole
-_FOREIGN_S = 0.1  # longest wait for the reason why there is nothing
 _SESSION = "session:"  # before a session's id, in the name of its pin
 _MAX_SESSIONS = 10_000
 _MIN_NAMES = 65_536  # engine's names of blocks that are remembered, at least
@@ -88,7 +85,6 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             yet.
         promise_ttl_s: seconds that found blocks are held for a load.
         save_blocks: number of host slots kept ready for saves.
-        max_failures: number of failed loads after which a block is found no more.
         max_events: number of events that may wait to be read.
         event_tokens: events carry the tokens of blocks, which are the content of prompts.
     """
@@ -96,16 +92,15 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     max_promised: float = 0.5
     promise_ttl_s: float = 30.0
     save_blocks: int = 256
-    max_failures: int = 3
     max_events: int = 4096
     event_tokens: bool = False
 
     def __post_init__(self) -> None:
         all_above_zero("engine_cache", self, "max_promised", "promise_ttl_s")
-        if self.max_promised > 1 or min(self.save_blocks, self.max_failures, self.max_events) < 1:
+        if self.max_promised > 1 or min(self.save_blocks, self.max_events) < 1:
             raise ConfigError(
-                "engine_cache: max_promised must be a share in 0..1, and save_blocks, "
-                "max_failures and max_events at least 1"
+                "engine_cache: max_promised must be a share in 0..1, and save_blocks and "
+                "max_events at least 1"
             )
 
 
@@ -248,7 +243,6 @@ class HostSizes:
             main=self.indexed,
             max_promised=[max(int(settings.max_promised * n), 1) for n in self.num_slots],
             max_reserved=self.max_reserved(settings),
-            max_failures=settings.max_failures,
             max_events=settings.max_events,
             event_tokens=settings.event_tokens,
         )
@@ -396,7 +390,6 @@ class _Bringing:
         is_late: True if the request continues without the blocks, and the fetch goes on.
         has_answered: True if storage has answered which blocks it has.
         transfer: the measured transfer of the blocks that storage has; None before the answer.
-        is_missing: True if storage has answered that it has no further block.
     """
 
     budget: Budget
@@ -407,7 +400,6 @@ class _Bringing:
     is_late: bool = False
     has_answered: bool = False
     transfer: Transfer | None = None
-    is_missing: bool = False
 
 
 class HostSide:
@@ -420,7 +412,6 @@ class HostSide:
         max_promised: by cache group, the largest number of blocks that all promises hold together.
             A promise of more blocks is made while no other one exists.
         max_reserved: by cache group, the number of host slots kept ready for saves.
-        max_failures: see `EngineCacheSettings`.
         max_events: see `EngineCacheSettings`.
         event_tokens: see `EngineCacheSettings`.
     """
@@ -433,7 +424,6 @@ class HostSide:
         main: int | None,
         max_promised: Sequence[int],
         max_reserved: Sequence[int],
-        max_failures: int,
         max_events: int,
         event_tokens: bool,
     ) -> None:
@@ -443,11 +433,10 @@ class HostSide:
         self._main = main
         others = [number for number in range(len(groups)) if number != main]
         self._tiers = {
-            number: GroupTier(service, number, groups[number], memory, is_bad=self._is_bad)
+            number: GroupTier(service, number, groups[number], memory)
             for number, memory in zip(others, service.groups, strict=True)
         }
         self._max_promised = max_promised
-        self._max_failures = max_failures
         self._promises: set[HostPromise] = set()
         self._promised_blocks = [0] * len(groups)
         self._turn = (
@@ -457,7 +446,6 @@ class HostSide:
         self._lent: dict[int, Ids] = {}  # slots that are reserved for saves, or being written
         # By group and slot, when it was reserved: what is saved there may be as old as that.
         self._reserved_in: dict[tuple[int, int], int] = {}
-        self._failures: OrderedDict[bytes, int] = OrderedDict()
         self._publishes: dict[int, tuple[PublishStream, SavedPrompt]] = {}
         self._sessions: OrderedDict[str, None] = OrderedDict()  # the one with the last turn last
         self._max_events = max_events
@@ -762,12 +750,7 @@ class HostSide:
             problem = await self._brought(prompt, keys, bringing, bound)
         else:
             problem = await self._bring_all_groups(prompt, keys, bringing, bound)
-        if promise.num_tokens == prompt.num_tokens:
-            return None
-        # A store that is given up, or too slow, is not asked for this either.
-        is_asked = bringing.is_missing
-        foreign = await self._foreign(prompt, promise.num_tokens, bringing) if is_asked else None
-        return foreign or problem
+        return None if promise.num_tokens == prompt.num_tokens else problem
 
     async def _bring_all_groups(
         self, prompt: Prompt, keys: Sequence[StoredKey], bringing: _Bringing, bound: int
@@ -911,7 +894,6 @@ class HostSide:
                 wanted = prompt.first_blocks(-(-length // prompt.block_size)) if lookups else prompt
                 async with self._fetched(wanted, keys, bringing, known) as outcome:
                     problem = problem or (outcome.reason if outcome is not None else None)
-                    bringing.is_missing = outcome is NOT_IN_STORAGE
                     length = self._on_host(prompt, length).num_tokens
                     length = await self._longest(lookups, length)
                     for number, lookup in lookups.items():
@@ -949,31 +931,6 @@ class HostSide:
             bringing.transfer = estimator.tier.begin(num_bytes, now)
         if bringing.promise is not None:
             bringing.budget.arrived()
-
-    async def _foreign(self, prompt: Prompt, num_tokens: int, bringing: _Bringing) -> str | None:
-        """Return a sentence if the next block is stored, but for another number of ranks.
-
-        Such a block cannot be used here. None if there is no such block.
-
-        Args:
-            prompt: the prompt to look up.
-            num_tokens: number of leading tokens that were found.
-            bringing: the state of the fetch.
-        """
-        storage = self._service.tiers.copies.storage
-        if storage is None or self._main is None or len(self._groups) > 1:
-            return None
-        key = self._service.tiers.copies.prompt_keys(prompt)[num_tokens // prompt.block_size]
-        with suppress(StoreUnavailableError, TimeoutError):
-            async with asyncio.timeout(min(_FOREIGN_S, bringing.budget.left_s)):
-                size = await storage.foreign_size(key)
-                if size is not None:
-                    return (
-                        f"the next blocks were stored by an engine of {size} ranks and "
-                        f"cannot be used by {storage.slices.size} ranks, since the "
-                        "layout of heads is unknown"
-                    )
-        return None
 
     @asynccontextmanager
     async def _fetched(
@@ -1032,14 +989,7 @@ class HostSide:
             if state is CopyState.READY and (group.has_prefixes or is_all):
                 num_tokens += partial.num_tokens
                 node, stop = partial.node, partial.block + 1
-        if self._failures and stop:
-            for at, key in enumerate(path_keys(index, node, 0, stop)):
-                if self._is_bad(key.digest):
-                    return _OnHost(min(num_tokens, at * size), node, at)
         return _OnHost(num_tokens, node, stop)
-
-    def _is_bad(self, digest: bytes) -> bool:
-        return self._failures.get(digest, 0) >= self._max_failures
 
     def _hold(
         self, prompt: Prompt, lookups: dict[int, GroupLookup], promise: HostPromise, num_tokens: int
@@ -1115,23 +1065,8 @@ class HostSide:
 
         Args:
             promise: the promise whose blocks the engine has loaded.
-            failed: by cache group, positions of blocks that did not load. Each failure counts
-                against the block, which is found no more after `max_failures`.
+            failed: by cache group, positions of blocks that did not load; () if all did.
         """
-        for number, positions in enumerate(failed):
-            if not positions:
-                continue
-            if number in promise.held:
-                keys = [block.key for block in promise.held[number]]
-            else:
-                lease = promise.lease
-                assert lease is not None, "what failed was held"
-                keys = path_keys(self._service.index, lease.node, 0, lease.num_blocks)
-            for at in positions:
-                digest = keys[at - promise.parts[number].first].digest
-                self._failures[digest] = self._failures.pop(digest, 0) + 1
-        while len(self._failures) > _MAX_FAILURES:
-            self._failures.popitem(last=False)
         self._release(promise)
         handoff = self._service.handoff
         if promise.ticket is not None and not failed and handoff is not None:

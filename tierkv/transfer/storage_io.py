@@ -88,7 +88,7 @@ class Slices:
         scheme: the split of blocks over ranks; None to find only blocks of nodes with as many ranks
             as this one.
         peer_tensor_parallel: numbers of ranks of other nodes to look for. Numbers whose slices
-            cannot be put together to this node's are listed in `foreign_sizes`.
+            cannot be put together to this node's are left out.
 
     Raises:
         LayoutError: the number of `parts` is not the number of ranks.
@@ -113,9 +113,6 @@ class Slices:
             n for n in dict.fromkeys(peer_tensor_parallel) if n != self.size and self._can_be(n)
         ]
         self.peer_tensor_parallel = tuple(others)
-        self.foreign_sizes = tuple(
-            [n for n in dict.fromkeys(peer_tensor_parallel) if n not in (self.size, *others)]
-        )
         self._names = {n: _names(names, n) for n in (self.size, *others)}
         self._layouts = {part.shard: part.layout for part in self.parts}
         self._digests: dict[Shard, bytes] = {}
@@ -575,24 +572,6 @@ class StorageIO:
                 missing(keys[at].digest)
                 return at
             size = other
-
-    async def foreign_size(self, key: StoredKey) -> int | None:
-        """Return the number of ranks of a node that stored this block in a form unusable here.
-
-        The slices of such a node cannot be put together to those of this node.
-
-        Returns:
-            The number, or None if no such slices are stored.
-
-        Raises:
-            StoreUnavailableError: the store did not answer.
-        """
-        sizes = self.slices.foreign_sizes
-        if not sizes:
-            return None
-        names = [replace(self.names, shard=Shard(0, size).name).name(key) for size in sizes]
-        there = await self.store.present(check_names(names))
-        return next((n for n, is_there in zip(sizes, there, strict=True) if is_there), None)
 
     async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
         """Return for each of `keys` True if a node with as many ranks has stored the block.
