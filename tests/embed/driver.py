@@ -217,8 +217,6 @@ class Driver:
 
     def _look_up(self, one: Running) -> bool:
         cache, rng = self.on.cache, self.rng
-        if rng.random() < 0.1:
-            cache.count(one.key, one.text.prompt(self.size))
         if one.have and not one.computed and not self._write(one, 0, one.have):
             return False
         one.computed = one.have

@@ -84,7 +84,7 @@ def test_poll_returns_each_finished_call_once_and_none_that_was_taken() -> None:
         until(poll)
         assert [call.number for call in seen] == [c.number for c in calls if c is not calls[3]]
         assert here.cache.poll() == []
-        assert here.cache.num_open_calls == 0
+        assert here.cache.calls.num_open == 0
         assert not here.cache.wait(0.01)
 
 
@@ -277,7 +277,7 @@ def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_given_and_stops_no
         for ask in wrong:
             with pytest.raises(BadRequestError):
                 ask()
-        assert here.cache.num_open_calls == 0
+        assert here.cache.calls.num_open == 0
         here.cache.end("one").wait(PATIENCE_S)
         here.run("two", PROMPT, cast("int", np.int64(1)))
         assert here.findings() == []

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.embed.planes import plan_of
 from tests.latch import PATIENCE_S, CopyLatch
 from tests.layouts import LAYOUTS
 from tests.redis_server import redis_server
@@ -29,7 +30,6 @@ from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Published
 from tierkv.pd.settings import HandoffSettings
-from tierkv.ranks.link import Plan
 from tierkv.ranks.memory import EnginePlanes
 from tierkv.ranks.worker_planes import Finished, WorkerPlanes
 from tierkv.sched.settings import CacheSettings
@@ -404,28 +404,6 @@ def test_a_promise_that_nobody_loads_expires_and_holds_nothing() -> None:
         assert on.load("b", [5, 6]) == ()
 
 
-def test_what_is_counted_is_not_held() -> None:
-    tokens = tokens_of(2 * BLOCK)
-    with engine() as on:
-        on.save("a", tokens, [0, 1])
-        found = ask(lambda: on.cache.count("b", on.prompt(tokens)))
-        assert found == Found(2 * BLOCK)
-        assert on.findings() == []
-        assert on.cache.load("b", [[5, 6]]) is None
-
-
-def test_a_count_is_of_the_prompt_that_was_asked_for_and_ends_with_its_request() -> None:
-    tokens = tokens_of(2 * BLOCK)
-    with engine() as on:
-        on.save("a", tokens, [0, 1])
-        assert on.cache.count("b", on.prompt(tokens)) is None
-        other = on.prompt(tokens_of(BLOCK, 9))
-        assert ask(lambda: on.cache.count("b", other)) == Found(0)
-        assert on.cache.count("b", on.prompt(tokens)) is None
-        on.cache.release("b")
-        assert ask(lambda: on.cache.count("b", other)) == Found(0)
-
-
 @pytest.mark.promise("A preempted engine request finds its blocks again.")
 def test_a_request_that_lost_its_own_blocks_is_told_anew_what_there_is() -> None:
     """A preempted one: while it had them there was nothing beyond, and no time has passed since."""
@@ -477,8 +455,8 @@ def test_a_block_that_the_engine_does_not_have_fails_its_load_and_no_other(count
         on.save("a", tokens, [0, 1])
         on.lookup("b", tokens)
         assert on.load("b", [5, BLOCKS]) == (0, 1)
-        beyond = np.arange(BLOCKS - 1, BLOCKS - 1 + count, dtype=np.int32)
-        on.planes.start_saves(Plan.of(1 << 20, "offload", beyond, beyond))
+        beyond = range(BLOCKS - 1, BLOCKS - 1 + count)
+        on.planes.start_saves(plan_of(1 << 20, "offload", beyond, beyond))
         [report] = on.planes.finished()
         assert "outside 0..63" in str(report.problem)
         on.lookup("c", tokens)

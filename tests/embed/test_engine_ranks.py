@@ -19,6 +19,7 @@ import pytest
 
 from tests.embed.engine import until
 from tests.embed.engine_rank import StepMessage
+from tests.embed.planes import plan_of
 from tests.embed.test_engine_cache import ask
 from tests.embed.test_engine_cache import engine as another_engine
 from tests.embed.tp_engine import BLOCKS, ROOT, Rank, TpEngine, a_cache, engine
@@ -33,7 +34,7 @@ from tierkv.embed import EngineCache, Finished, RankSocket, WorkerPlanes
 from tierkv.embed.engine_cache import Found, Polled
 from tierkv.errors import ConfigError, DeviceFailedError, GateTimeoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.ranks.link import MAGIC, VERSION, Goodbye, Link, Plan
+from tierkv.ranks.link import MAGIC, VERSION, Goodbye, Link
 from tierkv.ranks.memory import EnginePlanes, side_by_side
 from tierkv.sched.settings import CacheSettings
 from tierkv.storage.codec import seal
@@ -203,7 +204,7 @@ def test_a_rank_that_never_comes_is_lost_at_the_deadline(tmp_path: Path) -> None
         )
         late = _planes()
         late.connect(str(tmp_path / "s"))
-        late.start_saves(Plan.of(1, "offload", np.array([0]), np.array([0])))
+        late.start_saves(plan_of(1, "offload", [0], [0]))
         [report] = _reports(late)
         assert "restart the engine" in str(report.problem), "its slots are others' now"
         late.close()
@@ -232,13 +233,13 @@ def test_a_plan_that_comes_before_the_host_slots_waits_for_them(tmp_path: Path) 
 
 def test_plans_of_a_rank_that_reaches_nobody_are_refused_and_told(tmp_path: Path) -> None:
     planes = _planes()
-    planes.start_loads(Plan.of(1, "load", np.array([0]), np.array([0])))
+    planes.start_loads(plan_of(1, "load", [0], [0]))
     planes.connect(str(tmp_path / "nobody"), connect_deadline_s=0.1)
     with pytest.raises(ConfigError, match="already"):
         planes.connect(str(tmp_path / "nobody"))
     with pytest.raises(TransferError, match="no scheduler listens"):
         planes.wait_layer(1, 0, PATIENCE_S)
-    planes.start_saves(Plan.of(2, "offload", np.array([0]), np.array([0])))
+    planes.start_saves(plan_of(2, "offload", [0], [0]))
     reports = planes.finished()
     assert [one.number for one in reports] == [1, 2]
     assert all("no scheduler listens" in str(one.problem) for one in reports)
@@ -250,7 +251,7 @@ def test_a_rank_closes_at_any_moment_of_its_connecting(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     for delay_s in (0.0, 0.02, 0.05, 0.06):
         planes = _planes()
-        planes.start_saves(Plan.of(1, "offload", np.array([0]), np.array([0])))
+        planes.start_saves(plan_of(1, "offload", [0], [0]))
         planes.connect(path)
         with a_cache(RankSocket(path, [GQA])):
             until = time.monotonic() + delay_s
@@ -259,7 +260,7 @@ def test_a_rank_closes_at_any_moment_of_its_connecting(tmp_path: Path) -> None:
             planes.close()
         [report] = planes.finished()
         assert report.problem in (None, "these planes are closed")
-        planes.start_saves(Plan.of(2, "offload", np.array([0]), np.array([0])))
+        planes.start_saves(plan_of(2, "offload", [0], [0]))
         assert planes.finished() == [Finished(2, 0, "these planes are closed")]
 
 
@@ -276,14 +277,14 @@ def test_a_rank_outlives_a_scheduler_that_is_killed(
     )
     planes = _planes()
     planes.connect(str(path), PATIENCE_S)
-    plan = Plan.of(1, "load", np.array([3]), np.array([2]))
+    plan = plan_of(1, "load", [3], [2])
     planes.start_loads(plan)
     assert _reports(planes) == [Finished(1)]
     scheduler.kill()
     scheduler.communicate()
     number = 2
     while True:  # until it has heard of it
-        planes.start_loads(Plan.of(number, "load", np.array([3]), np.array([2])))
+        planes.start_loads(plan_of(number, "load", [3], [2]))
         [report] = _reports(planes)
         if report.problem is not None:
             break
@@ -370,13 +371,13 @@ def test_who_is_no_rank_of_this_cache_is_told_so_and_holds_nothing_up(tmp_path: 
         second = _planes(rank=1)
         for planes, why in ((wrong, "layout differs"), (second, "rank 1 was refused")):
             planes.connect(str(path))
-            planes.start_loads(Plan.of(1, "load", np.array([0]), np.array([0])))
+            planes.start_loads(plan_of(1, "load", [0], [0]))
             [report] = _reports(planes)
             assert why in str(report.problem)
             planes.close()
         right = _planes()
         right.connect(str(path))
-        right.start_loads(Plan.of(1, "load", np.array([0]), np.array([0])))
+        right.start_loads(plan_of(1, "load", [0], [0]))
         assert _reports(right) == [Finished(1)]
         with pytest.raises(ConfigError, match="in use"):
             a_cache(RankSocket(str(path), [GQA])).open()
@@ -405,7 +406,7 @@ def test_a_rank_refuses_plans_and_keeps_no_descriptor_after_an_answer_it_cannot_
         with end:
             end.settimeout(PATIENCE_S)
             Link(end).send(answer, descriptors=[memory.fileno()])
-            planes.start_loads(Plan.of(1, "load", np.array([0]), np.array([0])))
+            planes.start_loads(plan_of(1, "load", [0], [0]))
             [report] = _reports(planes)
             assert "rank 0 has no host slots" in str(report.problem)
             assert end.recv(1 << 16), "the hello"

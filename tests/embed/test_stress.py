@@ -51,7 +51,7 @@ def test_requests_of_many_threads_get_their_own_bytes_and_end() -> None:
         _run_in_threads(work)
         assert here.findings() == []
         here.cache.poll()
-        assert here.cache.num_open_calls == 0
+        assert here.cache.calls.num_open == 0
 
 
 def _request(here: Engine, name: str, tokens: list[int]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tierkv.errors import ConfigError, StoreCorruptError
@@ -15,7 +14,6 @@ from tierkv.ranks.link import (
     Goodbye,
     Hello,
     HostRegion,
-    Plan,
     Record,
     SharedMemory,
     WorkerRefused,
@@ -30,40 +28,13 @@ RECORDS = [
     SharedMemory((HostRegion(4, 64, 0, 32),)),
     WorkerRefused("no place"),
     Goodbye(),
-    Plan.of(5, "load", np.array([3, 1]), np.array([0, 2**31 - 1])),
 ]
-BODY = {"type": "plan", "number": 1, "kind": "load", "source": b"\0" * 4, "target": b"\1\0\0\0"}
+BODY = {"type": "hello", "rank": 1, "num_blocks": 8, "layout_digest": b"digest", "pid": 77}
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
 def test_a_record_comes_back_as_it_was(record: Record) -> None:
     assert read(seal(MAGIC, VERSION, record)) == record
-
-
-def test_a_plan_names_the_slots_it_was_made_of() -> None:
-    found = read(seal(MAGIC, VERSION, RECORDS[-1]))
-    assert isinstance(found, Plan)
-    source, target = found.slots()
-    assert (source.tolist(), target.tolist()) == ([3, 1], [0, 2**31 - 1])
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kind": "copy"},
-        {"number": -1},
-        {"source": b"\0" * 8},
-        {"source": b"\0" * 3, "target": b"\0" * 3},
-        {"target": b"\xff" * 4},
-        {"source": "text"},
-        {"type": "shout"},
-    ],
-    ids=str,
-)
-def test_a_plan_that_cannot_be_is_refused_when_it_is_read(change: dict[str, object]) -> None:
-    assert isinstance(read(seal(MAGIC, VERSION, BODY)), Plan)
-    with pytest.raises(StoreCorruptError):
-        read(seal(MAGIC, VERSION, BODY | change))
 
 
 @pytest.mark.parametrize("version", [VERSION, VERSION + 1])
@@ -74,14 +45,14 @@ def test_a_damaged_record_or_one_of_another_version_is_refused(version: int) -> 
         read(damaged)
 
 
-@pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 0.5])
-def test_a_slot_that_cannot_be_becomes_no_other_slot(number: float) -> None:
+@pytest.mark.parametrize("change", [{"rank": "text"}, {"type": "shout"}], ids=str)
+def test_a_record_that_cannot_be_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(StoreCorruptError):
-        Plan.of(1, "load", np.array([number]), np.array([0]))
+        read(seal(MAGIC, VERSION, BODY | change))
 
 
 def test_fields_that_are_not_known_are_passed_over() -> None:
-    assert isinstance(read(seal(MAGIC, VERSION, BODY | {"later": 1})), Plan)
+    assert read(seal(MAGIC, VERSION, BODY | {"later": 1})) == RECORDS[0]
 
 
 @pytest.mark.promise("A new engine removes sockets of killed engines and no living one.")

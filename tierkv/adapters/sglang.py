@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -246,59 +246,15 @@ class TierKVHiCache(HiCacheStorage):
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> None:
-        """Refuse the call, which SGLang makes only without its interface v1.
-
-        See `HiCacheStorage.get`.
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        """Refuse a call that SGLang makes only without its interface v1.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(_NOT_V1)
 
-    def batch_get(
-        self, keys: list[str], target_locations: object = None, target_sizes: object = None
-    ) -> int:
-        """Refuse the call, which SGLang makes only without its interface v1.
-
-        See `HiCacheStorage.batch_get`.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(_NOT_V1)
-
-    def set(
-        self,
-        key: str,
-        value: object = None,
-        target_location: object = None,
-        target_sizes: object = None,
-    ) -> bool:
-        """Refuse the call, which SGLang makes only without its interface v1.
-
-        See `HiCacheStorage.set`.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(_NOT_V1)
-
-    def batch_set(
-        self,
-        keys: list[str],
-        values: object = None,
-        target_locations: object = None,
-        target_sizes: object = None,
-    ) -> bool:
-        """Refuse the call, which SGLang makes only without its interface v1.
-
-        See `HiCacheStorage.batch_set`.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(_NOT_V1)
+    get = batch_get = set = batch_set = _refuse
 
     def clear(self) -> bool:
         """Delete every stored page of this model, layout and rank, also pages of other instances.

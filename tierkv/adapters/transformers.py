@@ -28,7 +28,7 @@ from functools import partial
 from operator import attrgetter
 from queue import SimpleQueue
 from types import MethodType, TracebackType
-from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
+from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -255,29 +255,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         self._set_length(0)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refuse the call: beams would need several rows, and the cache holds one.
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        """Refuse a call that needs several rows, as beams do: the cache holds one.
 
         Raises:
             BadRequestError: always.
         """
         raise BadRequestError(_ONE_ROW)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refuse the call: the cache holds one row.
-
-        Raises:
-            BadRequestError: always.
-        """
-        raise BadRequestError(_ONE_ROW)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refuse the call: the cache holds one row.
-
-        Raises:
-            BadRequestError: always.
-        """
-        raise BadRequestError(_ONE_ROW)
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
 
 
 class _DeviceRoom:

@@ -126,11 +126,6 @@ class Embedded:
         """All open calls."""
         return self._thread.exchange
 
-    @property
-    def num_open_calls(self) -> int:
-        """Number of open calls."""
-        return self._thread.exchange.num_open
-
     # Requests
 
     def lookup(self, tokens: Tokens | Prompt) -> Call[Lookup]:

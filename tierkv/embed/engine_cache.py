@@ -468,7 +468,6 @@ class EngineCache:
         self._ranks = frozenset(range(num_ranks))
         self._numbers = itertools.count(1)
         self._known: dict[str, _RequestState] = {}
-        self._counts: dict[str, tuple[Prompt, Call[HostPromise]]] = {}
         self._steps: dict[int, _Step] = {}
         self._joined: dict[int, tuple[int, ...]] = {}  # by number of a joined plan, of its parts
         self._num_saving: Counter[str] = Counter()  # saves under way, by key
@@ -712,28 +711,6 @@ class EngineCache:
                 from the first block on.
         """
         self._host.call(HostSide.name_blocks, prompt, names)
-
-    def count(self, key: str, prompt: Prompt, have_tokens: int = 0) -> Found | None:
-        """Return what `lookup` would find now, storage included; None until the answer is there.
-
-        No block is fetched or held. After None, call again with the same key and prompt.
-
-        Args:
-            key: key of the request.
-            prompt: prompt of the request.
-            have_tokens: number of leading tokens that the engine has already.
-        """
-        asked, call = self._counts.get(key, (None, None))
-        if call is None or asked != prompt:
-            call = self._host.call(HostSide.count, prompt)
-            self._counts[key] = (prompt, call)
-        if not call.is_done:
-            return None
-        del self._counts[key]
-        if call.error is not None:
-            return Found(0, problem=str(call.error))
-        promise = call.result()
-        return Found(max(promise.num_tokens - have_tokens, 0), problem=promise.problem)
 
     # Moving
 
@@ -1048,8 +1025,6 @@ class EngineCache:
         self._release(key, "the request ended before its whole prompt was saved")
 
     def _release(self, key: str, reason: str) -> None:
-        if key in self._counts:
-            self._counts.pop(key)[1].cancel()
         known = self._known.pop(key, None)
         if known is None:
             return

@@ -88,7 +88,7 @@ _NUMBER_BITS = 48  # bits of the numbers that an engine gives its publishes
 _METHODS: dict[str, Callable[..., Awaitable[Any]]] = {
     one.__name__: one
     for one in (
-        *(HostSide.promise, HostSide.count, HostSide.free, HostSide.loaded, HostSide.reserve),
+        *(HostSide.promise, HostSide.free, HostSide.loaded, HostSide.reserve),
         *(HostSide.keep, HostSide.publish, HostSide.finish, HostSide.fail),
         *(
             HostSide.keep_session,
@@ -451,8 +451,6 @@ class NodeHost:
             return
         if call.kind == "promise":
             value = self._promise(value, expires)
-        elif call.kind == "count":
-            value = HostPromise(value[1], problem=value[4])
         elif call.kind == "reserve":  # before the engine can ask again
             value, self.max_reserved = value
         elif call.kind == "stats":
@@ -802,8 +800,8 @@ class _Engine:
         elif method == "reserve":
             return await self._reserve(*args)
         result = await _METHODS[method](self._side, *args)
-        if method in {"promise", "count"}:
-            return self._promised(result, is_held=method == "promise")
+        if method == "promise":
+            return self._promised(result)
         if method == "keep":
             for some in _all_copied(args):
                 self._lent[some.group].difference_update(some.slots)
@@ -826,13 +824,11 @@ class _Engine:
             lent.update(slots)
         return [found, self._allowed]
 
-    def _promised(self, promise: HostPromise, *, is_held: bool) -> list[Any]:
-        number = 0
-        if is_held:
-            promise.claim()  # only the engine may end it
-            self._last_number = number = self._last_number + 1
-            self._known[number] = promise
-            self._numbers[promise] = number
+    def _promised(self, promise: HostPromise) -> list[Any]:
+        promise.claim()  # only the engine may end it
+        self._last_number = number = self._last_number + 1
+        self._known[number] = promise
+        self._numbers[promise] = number
         ticket = _packed(promise.ticket, {})
         return [number, promise.num_tokens, _packed(promise.parts, {}), ticket, promise.problem]
 

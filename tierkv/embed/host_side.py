@@ -542,14 +542,6 @@ class HostSide:
             most.append(min(whole.stop, in_window) if is_window else len(whole))
         return most
 
-    async def count(self, prompt: Prompt) -> HostPromise:
-        """Return the promise that a lookup would make now, without fetching or holding blocks.
-
-        A promise tells how many tokens the host and storage have in all cache groups.
-        """
-        planned = await self._plan(prompt, self._begin_lookups(prompt), prompt.num_tokens)
-        return HostPromise(planned.num_tokens, problem=planned.problem)
-
     async def _ticket(
         self, ticket_id: str, prompt: Prompt, budget: Budget, deadline_s: float
     ) -> tuple[Ticket, Sequence[StoredKey]]:

@@ -30,7 +30,6 @@ Kind = Literal["load", "offload"]
 
 MAGIC = b"TKWK"
 VERSION = 3
-_SLOT = np.dtype("<i4")
 _LENGTH = struct.Struct("<I")
 _MAX_RECORD = 64 << 20
 _MAX_DESCRIPTORS = 64
@@ -104,8 +103,10 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     finished: tuple[tuple[int, str | None], ...] = ()
 
 
-class Plan(msgspec.Struct, frozen=True, tag="plan"):
+class Plan(msgspec.Struct, frozen=True):
     """Copies of one kind between host slots and device blocks.
+
+    The engine's own messages bring plans to its ranks.
 
     Attributes:
         number: number of the plan, at least 0, by which a worker reports its end.
@@ -122,42 +123,10 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
     target: bytes
     groups: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.groups and (
-            min(self.groups) < 0 or sum(self.groups) * _SLOT.itemsize != len(self.source)
-        ):
-            raise StoreCorruptError("a plan's groups must be ranges of its copies")
-        if len(self.source) != len(self.target):
-            raise StoreCorruptError("a plan needs one target for each source")
-        if self.number < 0:
-            raise StoreCorruptError("a plan's counts must be at least 0")
-        _check_slots(self.source)
-        _check_slots(self.target)
-
-    @classmethod
-    def of(
-        cls, number: int, kind: Kind, source: Ids, target: Ids, groups: tuple[int, ...] = ()
-    ) -> Plan:
-        """Return a plan of these slots and blocks.
-
-        Args:
-            number: number of the plan, at least 0.
-            kind: "load" (host to device) or "offload" (device to host).
-            source: slots or blocks to read, [n], integers in 0..2**31-1.
-            target: slots or blocks to write, [n].
-            groups: number of copies of each group of layers; () for one group.
-
-        Returns:
-            The plan.
-
-        Raises:
-            StoreCorruptError: the numbers do not fit.
-        """
-        return cls(number, kind, _packed(source), _packed(target), groups)
-
     def slots(self) -> tuple[Ids, Ids]:
         """Return source and target, int32 [n] each."""
-        return _slots(self.source), _slots(self.target)
+        source, target = np.frombuffer(self.source, "<i4"), np.frombuffer(self.target, "<i4")
+        return source.astype(np.int32), target.astype(np.int32)
 
     def parts(self) -> list[tuple[int, Ids, Ids]]:
         """Return, for each group with copies, its number, its sources and its targets."""
@@ -172,7 +141,7 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
         return found
 
 
-Record = Hello | SharedMemory | WorkerRefused | Goodbye | Plan
+Record = Hello | SharedMemory | WorkerRefused | Goodbye
 
 
 class LinkClosedError(TransferError):
@@ -443,24 +412,3 @@ def connect(path: str, timeout_s: float | None = None) -> Link:
         end.close()
         raise ConfigError(f"no scheduler listens at {path}: {error}") from error
     return Link(end)
-
-
-def _packed(slots: Ids) -> bytes:
-    given = np.asarray(slots)
-    if given.dtype == _SLOT:
-        return given.tobytes()  # as mostly: what follows takes 20 us
-    packed = given.astype("<i4")
-    if not np.array_equal(packed, given):
-        raise StoreCorruptError("a slot's number must be an integer below 2**31")
-    return packed.tobytes()
-
-
-def _slots(packed: bytes) -> Ids:
-    return np.frombuffer(packed, "<i4").astype(np.int32)
-
-
-def _check_slots(packed: bytes) -> None:
-    if len(packed) % 4:
-        raise StoreCorruptError("slots must be integers of 4 bytes each")
-    if not packed[3::4].isascii():  # the byte with each slot's sign; NumPy takes 5 us
-        raise StoreCorruptError("a slot's number must be at least 0")
