@@ -51,7 +51,7 @@ from tierkv.tokenizers import Tokenizer, TokensOnly
 
 log = logging.getLogger(__name__)
 
-_MAX_TURNS = 8  # of the loop, between two steps; a request needs two, and more where it commits
+_MAX_TURNS = 8  # turns of the loop between two steps; a request needs two, more with a commit
 
 
 @dataclass(slots=True, eq=False)
@@ -59,10 +59,10 @@ class _Call:
     """A chunk of one request's tokens that is queued for a step, or is being computed in one.
 
     Attributes:
-        run: The request that the tokens belong to.
+        run: The request.
         chunk: int32 [n], tokens of the prompt, or the last generated token.
-        outcome: The future of the token that follows the chunk; None as its result if more known
-            tokens follow, so that none was chosen.
+        outcome: The future of the token that follows the chunk. Its result is None if the request
+            already knows that token, so that none was chosen.
     """
 
     run: ModelRun
@@ -73,7 +73,7 @@ class _Call:
     def is_prompt(self) -> bool:
         """True for several tokens, which are part of a prompt.
 
-        A single token counts as generation.
+        A single one counts as generation.
         """
         return len(self.chunk) > 1
 
@@ -106,7 +106,8 @@ class TransformersEngine(SessionEngine):
         self._thread: Threads | None = None
         self._queue: list[_Call] = []
         self._under_way: Sequence[_Call] = ()
-        self._expected: set[ModelRun] = set()  # had a token in the last step, and may want another
+        # Requests of the last step that may queue a further token.
+        self._expected: set[ModelRun] = set()
         self._has_calls = asyncio.Event()
         self._planes: Planes | None = None
         self._pages: Pages | None = None
@@ -116,9 +117,10 @@ class TransformersEngine(SessionEngine):
         return self._model.max_positions
 
     def check(self, job: GenerateRequest) -> None:
-        """See `SessionEngine.check`.
+        """Check a job before it is admitted.
 
-        Tokens that only the tokenizer has, not the model, are refused.
+        Raises:
+            BadRequestError: the prompt has a token that the tokenizer has but the model lacks.
         """
         most = self._model.vocab_size - 1
         if job.tokens and int(unpack(job.tokens).max()) > most:
@@ -126,9 +128,9 @@ class TransformersEngine(SessionEngine):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the compute thread and its steps while the context is open.
+        """Run the compute thread and its steps during the body.
 
-        The service must be running, and must keep running until this context has closed.
+        The service must be running from before the body until after it.
         """
         for num_tokens, seconds in self._model.speeds:
             self._service.note_prefill(num_tokens, seconds)
@@ -137,10 +139,9 @@ class TransformersEngine(SessionEngine):
             async with background({"tierkv-steps": self._work()}):
                 yield
         finally:
-            self._thread.shutdown(wait=True)  # idle: every step was waited for
+            self._thread.shutdown(wait=True)  # idle, since every step has been waited for
 
     async def forward(self, run: ModelRun, chunk: Tokens1D) -> int | None:
-        """See `SessionEngine.forward`. The chunk is computed in one of the next steps."""
         if not run.is_loaded:
             await self._wait_for_loads(run)
         if self._thread is None or self._service.failure is not None:
@@ -155,8 +156,8 @@ class TransformersEngine(SessionEngine):
     async def _wait_for_loads(self, run: ModelRun) -> None:
         """Wait until the cached tokens of `run` are on the device, if other requests compute too.
 
-        Without other requests, return at once: the step of `run` itself then waits before each
-        layer, so that the first layers compute while later layers load.
+        Without other requests, return at once: the step itself then waits before each layer, so
+        that the first layers compute while later layers load.
         """
         gate = run.session.request.gate
         if gate.is_open(gate.num_layers - 1):
@@ -168,7 +169,7 @@ class TransformersEngine(SessionEngine):
     def _withdraw(self, call: _Call) -> None:
         """Cancel a call that is still queued.
 
-        A call in the current step continues to the step's end.
+        One in the current step continues to the step's end.
         """
         if call in self._queue:
             self._queue.remove(call)
@@ -177,7 +178,7 @@ class TransformersEngine(SessionEngine):
     # Steps
 
     async def _work(self) -> None:
-        """Run steps until this task is cancelled; the cancel takes effect after the current step.
+        """Run steps until this task is cancelled, which takes effect after the current step.
 
         Calls without an outcome then fail with ShuttingDownError.
         """
@@ -198,10 +199,10 @@ class TransformersEngine(SessionEngine):
             self._queue.clear()
 
     async def _wait_for_last_step(self) -> None:
-        """Give the requests of the last step a few turns of the loop to ask for the next one.
+        """Give the requests of the last step a few turns of the loop to queue their next token.
 
-        A request that came too late for a step would be too late for every further one: two groups
-        of requests would then take turns, at the cost of two steps for each token.
+        Without the wait, late requests would form a second group, and each token would cost two
+        steps.
         """
         for _ in range(_MAX_TURNS):
             await asyncio.sleep(0)
@@ -214,7 +215,7 @@ class TransformersEngine(SessionEngine):
 
         A step has one token of each request that generates, and prompt chunks in order of arrival,
         up to `chunk_tokens` together. A request whose cached tokens are still being loaded gets a
-        step for itself, so that other requests neither wait for the load nor fail with it.
+        step of its own, so that other requests neither wait for the load nor fail with it.
         """
         alone = next((call for call in self._queue if not call.run.is_loaded), None)
         if alone is not None:
@@ -249,10 +250,9 @@ class TransformersEngine(SessionEngine):
             self._service.note_prefill(len(first.chunk), first.run.call_s)
 
     def _compute(self, calls: Sequence[_Call]) -> list[int | None]:
-        """Run one forward pass on the compute thread; return the next token of each call.
+        """Run one forward pass on the compute thread; return the chosen token of each call.
 
-        Returns:
-            For each call the chosen token; None if its chunk is not the last known one.
+        The token is None for a chunk that is not the last known one.
         """
         stream, started = self._service.device.compute_stream, time.monotonic()
         loading = [call.run for call in calls if not call.run.is_loaded]
@@ -299,9 +299,9 @@ class TransformersEngine(SessionEngine):
         return self._pages
 
 
-# OpenMP keeps a pool of threads for each thread that computes, and lets all pools wake up slowly
-# once they have more threads together than there are cores. Without a pool of the main thread,
-# SmolLM2-135M on 2 cores takes 69 ms for a token instead of 83 ms or more.
+# OpenMP keeps a pool of threads for each thread that computes. With more threads in all pools than
+# cores, pools wake up slowly. Without a pool of the main thread, SmolLM2-135M on 2 cores takes 69
+# ms for a token instead of 83 ms or more.
 def _in_own_thread(load: Callable[[], PagedModel]) -> PagedModel:
     """Return the result of `load`, called in a thread that ends, and its OpenMP pool with it."""
     loaded: Future[PagedModel] = Future()
@@ -312,7 +312,7 @@ def _in_own_thread(load: Callable[[], PagedModel]) -> PagedModel:
         except BaseException as error:  # noqa: BLE001 - raised below
             loaded.set_exception(error)
 
-    start_thread(run, "tierkv-model")  # a daemon: Ctrl-C need not wait for the load
+    start_thread(run, "tierkv-model")  # a daemon, so that Ctrl-C need not wait for the load
     return loaded.result()
 
 
@@ -350,12 +350,12 @@ def _translated(error: Exception) -> Exception:
 class TransformersSpec:
     """The `EngineSpec` of a transformers model: its layout, tokenizer and identity.
 
-    The model is loaded at the first use of an attribute that needs the model.
+    The model is loaded at the first use of an attribute that needs it.
 
     Args:
         path: A directory or a GGUF file with the model.
         settings: The settings of the engine.
-        cache: The settings of the cache; the block size and the tensor parallelism are read.
+        cache: The settings of the cache; only block size and tensor parallelism are read.
         device: The device of the node, `cpu`, `cuda` or `cuda:N`.
 
     Raises:
@@ -407,9 +407,7 @@ class TransformersSpec:
         return ShardScheme(self.layout, {})
 
     def fingerprint(self, tenant: str) -> Fingerprint:
-        """See `EngineSpec.fingerprint`."""
         return self.model.fingerprint(tenant)
 
     def open(self, service: Service) -> TransformersEngine:
-        """See `EngineSpec.open`."""
         return TransformersEngine(service, self.model, self.tokenizer, self._settings)

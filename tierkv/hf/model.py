@@ -1,4 +1,4 @@
-"""A causal language model of transformers: files, identity, and forward passes over blocks."""
+"""A causal language model of transformers: its files, identity, and forward passes over blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ _UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError,
 )  # fmt: skip
 _PROBE_TOKENS, _PROBE_CUT = 24, 17
-_ROUNDING, _MIN_ROUNDING = 32, 1e-3  # of a dtype's last digit; relative, of logits
+# Allowed relative difference of logits: in units of the dtype's epsilon, and at least.
+_ROUNDING, _MIN_ROUNDING = 32, 1e-3
 
 
 def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -51,8 +52,8 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
         device: The device of the weights.
 
     Raises:
-        ConfigError: There is no such model, its files cannot be read, a library is missing, or the
-            memory has no room for the weights.
+        ConfigError: There is no such model, its files cannot be read, a library is missing, or
+            there is no memory for the weights.
         LayoutError: The model is an encoder-decoder.
     """
     source = path
@@ -66,7 +67,7 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
         )
     if dtype == "auto" and "gguf_file" in named:
         dtype = "float32"
-    transformers_logging.disable_progress_bar()  # hundreds of lines in a node's log
+    transformers_logging.disable_progress_bar()  # it would write hundreds of lines to a node's log
     try:
         if device.type == "cpu":
             what = f"the model {source}"
@@ -97,12 +98,7 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
 
 
 def _weight_bytes(path: Path, dtype: str) -> int:
-    """Return the number of bytes that a model's weights will take in memory.
-
-    Args:
-        path: A directory or a GGUF file.
-        dtype: The type of the weights; "auto" is the type in the files.
-    """
+    """Return the number of bytes that a model's weights will take in memory."""
     if path.is_file():
         num_items = sum(math.prod(shape) for shape in GGUFFile(path).tensors.values())
     else:
@@ -119,15 +115,15 @@ def _weight_bytes(path: Path, dtype: str) -> int:
 
 
 class PagedModel:
-    """A transformers model whose keys and values live only in the planes of the device tier.
+    """A transformers model whose keys and values are only in the planes of the device tier.
 
-    On construction the model computes a short text with its own attention and over blocks. A model
-    with different logits is refused.
+    The constructor computes a short text with the model's own attention and with attention over
+    blocks, and refuses a model whose logits differ.
 
     Args:
         model: The model, in evaluation mode. Its attention is replaced, so the caller cannot use
             the model for anything else.
-        block_size: Tokens per block.
+        block_size: Number of tokens of a block.
         max_context: Largest number of tokens of a request, prompt and answer together; 0 for the
             model's own limit.
 
@@ -136,8 +132,8 @@ class PagedModel:
             each request attends in a call of its own.
 
     Raises:
-        LayoutError: The model's cache is something else than keys and values of every token, or its
-            attention does not work over blocks.
+        LayoutError: The model's cache is not keys and values of every token, or its attention does
+            not work over blocks.
         ConfigError: `max_context` is above the model's own limit.
     """
 
@@ -169,8 +165,8 @@ class PagedModel:
         self._keeps_logits = "logits_to_keep" in parameters
         self.content = content_of(model)
         self._returns_all = True
-        # One call of attention for all requests costs copies of padding, which a GPU makes fast;
-        # calls for each request are as fast on a processor, and give what the request alone has.
+        # One padded call for all requests is faster on a GPU. On a CPU a call for each request is
+        # as fast, and its results are those of the request alone.
         self.pads = self.device.type == "cuda"
         self._probe()
 
@@ -182,7 +178,7 @@ class PagedModel:
     def fingerprint(self, tenant: str) -> Fingerprint:
         """Return the identity of the model's KV: equal fingerprints share cached blocks.
 
-        `TierKVCache` has the same fingerprint for the same model.
+        The adapter `TierKVCache` makes the same fingerprint for the same model.
 
         Args:
             tenant: The tenant, whose blocks no other tenant can use.
@@ -209,7 +205,7 @@ class PagedModel:
     def forward(
         self, pages: Pages, runs: Sequence[TokenRun], before_layer: Callable[[int], None]
     ) -> torch.Tensor:
-        """Run one forward pass, which writes the KV of all given tokens; return the wanted logits.
+        """Run one forward pass: write the KV of all given tokens, and return the wanted logits.
 
         Args:
             pages: The view of the planes that is written and read.
@@ -239,10 +235,9 @@ class PagedModel:
             return logits if self._keeps_logits else logits[step.wanted]
 
     def _probe(self) -> None:
-        """Replace the model's attention by attention over blocks, and check that logits stay equal.
+        """Replace the model's attention by attention over blocks.
 
-        Raises:
-            LayoutError: The logits differ, or the forward pass over blocks fails.
+        Raise LayoutError if logits change.
         """
         size = min(self.vocab_size, 1 << 16)
         tokens = np.random.default_rng(0).integers(0, size, _PROBE_TOKENS).astype(np.int32)

@@ -10,8 +10,7 @@ computes tokens of several requests, side by side in one row:
     PlaneLayer.update      writes each token's K and V to its place in the planes
     paged_attention        attends for each request over its own blocks
 
-Both are plugged in through interfaces of transformers: a cache layer, and a registered attention
-function.
+Transformers calls them through its interfaces for a cache layer and for attention functions.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tierkv.cache.layout import Layout
 from tierkv.errors import LayoutError
 
 ATTENTION = "tierkv_paged"
-_MAX_GQA_DIM = 256  # of a head that kernels of grouped queries take
+_MAX_GQA_DIM = 256  # largest head size that kernels for grouped queries accept
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +51,23 @@ class TokenRun:
 
     @property
     def stop(self) -> int:
-        """Position behind the last token, and the number of keys that the last token sees."""
+        """Position after the last token, and the number of keys that the last token sees."""
         return self.start + len(self.tokens)
 
 
 class _Part:
-    """The runs that attend in one call: one run alone, or several runs of one token each, padded.
+    """The runs that attend in one call: one run, or several runs of one token each, padded.
 
     Attributes:
         num_tokens: Number of tokens of all runs.
         length: Number of keys of each run, padding included.
         num_rows: Number of keys of all runs together, padding included.
         mask: bool, broadcast to [runs, heads, tokens, keys]: True if a token sees a key. None for a
-            run alone with plain causal attention, or with one token.
+            single run with plain causal attention, or with one token.
 
     Args:
         runs: The runs of the call.
-        block_size: Tokens per block.
+        block_size: Number of tokens of a block.
         device: The device of the planes.
     """
 
@@ -90,7 +89,7 @@ class _Part:
             self.mask = seen[:, None, None]
         else:
             first, self.length = int(used[0][0]), runs[0].stop
-            if bool((np.diff(used[0]) == 1).all()):  # needs no copy
+            if bool((np.diff(used[0]) == 1).all()):  # consecutive blocks need no copy
                 self._table = slice(first, first + len(used[0]))
             else:
                 self._table = torch.from_numpy(used[0]).to(device)
@@ -103,8 +102,7 @@ class _Part:
     def read(self, plane: torch.Tensor) -> torch.Tensor:
         """Return the keys or values of the runs' requests, [runs, heads, length, dim].
 
-        Args:
-            plane: [num_blocks, block_size, heads, dim], a layer's keys or values.
+        `plane` is [num_blocks, block_size, heads, dim], a layer's keys or values.
         """
         if isinstance(self._table, slice):
             blocks = plane[self._table]
@@ -118,14 +116,12 @@ class _Part:
     ) -> torch.Tensor:
         """Return the attention of the runs' tokens, [1, heads, tokens, dim].
 
-        Args:
-            query: [1, heads, tokens, dim].
-            key: [runs, kv_heads, length, dim].
-            value: [runs, kv_heads, length, dim]; the last size may differ from the one of `key`.
-            scaling: Factor of the scores before the softmax; None for 1 / sqrt(dim).
+        `query` is [1, heads, tokens, dim]; `key` and `value` are [runs, kv_heads, length, dim],
+        perhaps with different dims. `scaling` multiplies the scores before the softmax; None for 1
+        / sqrt(dim).
         """
         runs, groups = self._num_runs, query.shape[1] // key.shape[1]
-        if self.num_tokens == runs:  # the query heads of a KV head lie where queries do
+        if self.num_tokens == runs:  # treat the query heads of a KV head as its queries
             packed = query[0].transpose(0, 1).reshape(runs, key.shape[1], groups, -1)
             found = F.scaled_dot_product_attention(
                 packed, key, value, attn_mask=self.mask, scale=scaling
@@ -156,7 +152,7 @@ class PagedStep:
 
     Args:
         runs: The runs, each of another request.
-        block_size: Tokens per block.
+        block_size: Number of tokens of a block.
         device: The device of the planes.
         before_layer: Called with the number of each layer before the layer's planes are used.
         pads: True to let all leading runs of one token attend in one padded call.
@@ -188,7 +184,8 @@ class PagedStep:
             ]
         )
         total = len(positions)
-        on_device = torch.from_numpy(packed.astype(np.int64)).to(device)  # one copy for all
+        # One copy to the device for all of them.
+        on_device = torch.from_numpy(packed.astype(np.int64)).to(device)
         ids, places, self.blocks, self.offsets, self.wanted = on_device.split(
             [total, total, total, total, len(wanted)]
         )
@@ -204,8 +201,8 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
     """The cache of one layer as transformers sees it; the keys and values are in the planes.
 
     Attributes:
-        given: The keys that `update` returned last; attention that gets other keys has changed
-            them.
+        given: The keys that `update` returned last. If attention gets other keys, the model has
+            changed them.
 
     Args:
         number: Number of the layer.
@@ -224,10 +221,7 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
         self.given: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the planes exist before the first token.
-
-        See `CacheLayerMixin.lazy_initialization`.
-        """
+        """Do nothing: the planes exist before the first token."""
 
     def update(
         self,
@@ -243,9 +237,9 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
             value_states: [1, kv_heads, tokens, dim], their values.
 
         Returns:
-            The new keys and values as given, if attention reads the planes itself. If the model
-                changes keys and values before it attends (latents of MLA): those of all earlier
-                tokens too, run after run, [1, kv_heads, keys of all runs, dim] each.
+            `key_states` and `value_states`, if attention reads the planes itself. If the model
+                changes keys and values before it attends (MLA's latents), the keys and values of
+                all earlier tokens too, run after run, [1, kv_heads, keys of all runs, dim] each.
         """
         pages = self._pages
         step = pages.step
@@ -266,7 +260,7 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return sizes that no mask is made from: `paged_attention` has masks of its own."""
+        """Return sizes that have no effect, since `paged_attention` makes masks of its own."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
@@ -275,7 +269,7 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:  # as older versions call it
+    def get_max_cache_shape(self) -> int:  # the name in older versions
         return -1
 
 
@@ -284,10 +278,10 @@ class Pages:
 
     Attributes:
         cache: The cache object to pass to the model.
-        layers: One `PlaneLayer` per layer.
+        layers: One `PlaneLayer` for each layer.
         step: The step that is being computed; None between steps.
         returns_all: True if `PlaneLayer.update` returns the keys and values of whole requests,
-            since the model changes them before it attends; False if attention reads the planes.
+            because the model changes them before it attends; False if attention reads the planes.
         reads_planes: True until attention is given other keys than `PlaneLayer.update` returned.
 
     Args:

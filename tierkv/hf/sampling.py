@@ -2,7 +2,7 @@
 
 A choice depends only on logits, sampling parameters, earlier tokens and position: the random number
 is word `position` of the Philox stream whose key is the seed (Salmon et al. 2011). Another node
-that knows these continues an answer with the same tokens.
+with the same values continues an answer with the same tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TokenChoice:
 
 
 def choose(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> list[int]:
-    """Return the next token of each request; of equal logits the lowest token id wins.
+    """Return the next token of each request; with equal logits the lowest token id wins.
 
     Args:
         logits: [number of choices, vocab_size].
@@ -83,13 +83,14 @@ def _choose_one(logits: torch.Tensor, choice: TokenChoice) -> int:
     sampling = choice.sampling
     if sampling.is_greedy:
         return int(scores.argmax())
-    ids = torch.zeros((1, 0), dtype=torch.long, device=scores.device)  # warpers do not read them
+    # Warpers do not read the earlier tokens.
+    ids = torch.zeros((1, 0), dtype=torch.long, device=scores.device)
     weights = _warpers(sampling)(ids, scores)[0].double().softmax(dim=-1)
     sums = weights.cumsum(dim=-1)
     word = int(np.random.Philox(key=sampling.seed, counter=choice.position).random_raw())
     point = (word >> 11) * 2.0**-53 * sums[-1]
     chosen = int(torch.searchsorted(sums, point, right=True))
-    last = int(weights.nonzero()[-1])  # the point may have been rounded up to the whole sum
+    last = int(weights.nonzero()[-1])  # the random point may have been rounded up to the whole sum
     return min(chosen, last)
 
 

@@ -1,1 +1,1 @@
-"""Several ranks as one device: in this process, or in workers behind a Unix socket."""
+"""Several tensor-parallel ranks as one device: in this process, or in worker processes."""

@@ -1,9 +1,9 @@
 """Messages between a scheduler's process and its workers' processes, over a Unix socket.
 
-Each message is `length u32 | record`, the record sealed by `storage.codec` (magic, version,
-checksum). A worker (one rank of the engine) sends `Hello` first; the answer is `SharedMemory`, with
-the file descriptor of the host slots, or `WorkerRefused`. The plans of copies reach the workers
-through the engine's own messages, so the only further message is a worker's `Goodbye`.
+A worker is the process of one rank of the engine. Each message is `length u32 | record`, the record
+sealed by `storage.codec` (magic, version, checksum). A worker sends `Hello` first. The answer is
+`SharedMemory`, with the file descriptors of the host slots, or `WorkerRefused`. Afterwards the only
+message is a worker's `Goodbye`: the engine's own messages carry the plans of copies.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class HostRegion(msgspec.Struct, frozen=True):
-    """A file in memory, uint8 [num_slots, block_bytes], and the worker's part of each slot.
+    """The size of a file with host slots, and the range of bytes of each slot that a worker uses.
 
     Attributes:
-        num_slots: number of slots.
+        num_slots: number of slots in the file.
         block_bytes: bytes of a slot.
-        start: first byte of the worker's part of each slot.
-        stop: byte after the worker's part.
+        start: first byte of the worker's range within each slot.
+        stop: byte after the worker's range.
     """
 
     num_slots: int
@@ -68,13 +68,13 @@ class HostRegion(msgspec.Struct, frozen=True):
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
-    """The host slots of each group of layers, sent with one file descriptor for each group.
+    """The host slots of each KV cache group, sent with one file descriptor for each group.
 
     Attributes:
-        regions: one region for each group, in the order of the groups.
+        regions: the file of each group, in the order of the groups.
         saves: True if the worker writes the slots; False if another rank with the same bytes does.
-        has_life: True if one more descriptor comes, which the worker holds open for as long as it
-            may copy, as a sign of life.
+        has_life: True if one more descriptor follows. The worker holds it open while it may copy,
+            so that other processes can see whether it still may.
     """
 
     regions: tuple[HostRegion, ...]
@@ -83,10 +83,10 @@ class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
 
 
 class WorkerRefused(msgspec.Struct, frozen=True, tag="not_taken"):
-    """The final answer to a worker that the scheduler refuses; no memory descriptor follows.
+    """The scheduler's answer to a worker that it does not accept; the worker does not try again.
 
     Attributes:
-        reason: the reason, for people.
+        reason: the reason, as a sentence.
     """
 
     reason: str
@@ -96,24 +96,24 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """A worker's last message: all of its copies have ended, and it begins no more.
 
     Attributes:
-        finished: number and problem of each plan that the engine's own messages have not reported;
-            the problem is None if there was none.
+        finished: number and problem of each plan whose end the engine's own messages have not
+            reported; the problem is None if there was none.
     """
 
     finished: tuple[tuple[int, str | None], ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Copies of one kind between host slots and device blocks.
+    """A list of copies in one direction between host slots and device blocks.
 
-    The engine's own messages bring plans to its ranks.
+    The engine's own messages carry plans to its ranks.
 
     Attributes:
         number: number of the plan, at least 0, by which a worker reports its end.
         kind: "load" (host to device) or "offload" (device to host).
-        source: slots or blocks to read, little-endian int32, one for every copy.
-        target: slots or blocks to write, little-endian int32, one for every copy.
-        groups: number of copies of each group of layers, in the order of the groups; () for one
+        source: slots or blocks to read, little-endian int32, one for each copy.
+        target: slots or blocks to write, little-endian int32, one for each copy.
+        groups: number of copies of each KV cache group, in the order of the groups; () for one
             group.
     """
 
@@ -124,7 +124,7 @@ class Plan(msgspec.Struct, frozen=True):
     groups: tuple[int, ...] = ()
 
     def slots(self) -> tuple[Ids, Ids]:
-        """Return source and target, int32 [n] each."""
+        """Return `source` and `target` as int32 [n] each."""
         source, target = np.frombuffer(self.source, "<i4"), np.frombuffer(self.target, "<i4")
         return source.astype(np.int32), target.astype(np.int32)
 
@@ -145,7 +145,7 @@ Record = Hello | SharedMemory | WorkerRefused | Goodbye
 
 
 class LinkClosedError(TransferError):
-    """The other process has closed its end, or died."""
+    """The other process has closed its end of the connection, or has ended."""
 
 
 class Link:
@@ -179,7 +179,7 @@ class Link:
             with self._sending:
                 if descriptors:
                     data = data[socket.send_fds(self._socket, [data], descriptors) :]
-                # An empty send fails, too, if the other end has read everything and closed.
+                # Even an empty send fails if the other end has read everything and closed.
                 if data:
                     self._socket.sendall(data)
         except OSError as error:
@@ -188,15 +188,14 @@ class Link:
             ) from error
 
     def receive(self) -> list[bytes]:
-        """Return the messages that have arrived completely; [] if none has.
-
-        Call it when the socket is readable, or to wait until it is.
+        """Wait for bytes, then return the messages that have arrived completely.
 
         Returns:
-            The messages, sealed; `read` decodes them.
+            The messages, sealed; `read` decodes them. [] if none is complete, or no bytes came
+                within the link's time limit.
 
         Raises:
-            LinkClosedError: the other end has closed the link.
+            LinkClosedError: the other end has closed the connection.
         """
         try:
             chunk = self._socket.recv(1 << 20)
@@ -262,7 +261,7 @@ class Link:
         return records
 
     def stop_receiving(self) -> None:
-        """End `receive` in another thread with LinkClosedError; sending goes on."""
+        """Let `receive` in another thread raise LinkClosedError; sending stays possible."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
@@ -271,7 +270,7 @@ class Link:
 
         Call `close` when these threads no longer use the link.
         """
-        with suppress(OSError):  # the other end was faster
+        with suppress(OSError):  # the other end has closed first
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -280,7 +279,7 @@ class Link:
 
 
 def read(value: bytes) -> Record:
-    """Return the message in `value`.
+    """Return the message in the sealed bytes `value`.
 
     Raises:
         StoreCorruptError: `value` is not a message of this protocol.
@@ -309,10 +308,7 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def listen(path: str) -> socket.socket:
-    """Return a socket that listens at `path` for processes of this user alone.
-
-    Returns:
-        The listening socket.
+    """Return a socket that listens at `path`; only processes of this user can connect.
 
     Raises:
         ConfigError: another process listens there already, or the path cannot be bound.
@@ -331,18 +327,18 @@ def listen(path: str) -> socket.socket:
 
 
 def remove_left_over(paths: Iterable[str | Path]) -> None:
-    """Remove the socket files among `paths` that no process listens at any more."""
+    """Remove the socket files among `paths` at which no process listens any more."""
     for path in paths:
-        with suppress(OSError):  # another process was faster, or it is another user's
+        with suppress(OSError):  # another process has removed it, or it is another user's
             if _is_left_over(path):
                 os.unlink(path)
 
 
 def _is_left_over(path: str | Path) -> bool:
-    """Return whether `path` is a socket file without a process, since its scheduler was killed.
+    """Return whether `path` is a socket file at which no process listens.
 
-    A listening process is not disturbed: the probe is a datagram socket, which cannot connect to a
-    stream socket.
+    The probe is a datagram socket, which cannot connect to a stream socket and disturbs no
+    listener.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
@@ -358,7 +354,7 @@ def greeted(end: socket.socket, timeout_s: float) -> tuple[Link, Hello]:
     """Wait for the hello of a worker that has connected.
 
     Args:
-        end: the accepted socket; closed on errors.
+        end: the accepted socket; closed if the call raises.
         timeout_s: seconds to wait for the hello.
 
     Returns:

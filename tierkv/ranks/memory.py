@@ -1,12 +1,12 @@
 """Memory of several processes: host slots that they share, and planes in an engine's own memory.
 
-A block consists of the parts (shards) of all ranks, one behind the other.
+A block consists of the slices of all ranks, one after the other.
 
     host slot   | rank 0: its layers, in order | rank 1: its layers, in order | ...
 
-Therefore the scheduler counts one block for all ranks, one value in storage holds all of it, and
-every rank copies one contiguous piece of each slot. To the service, the layers of rank 1 follow
-those of rank 0.
+The scheduler counts one block for all ranks, one value in storage holds all of it, and each rank
+copies one contiguous range of each slot. For the service, the layers of rank 1 follow those of rank
+0.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ Bytes2D = npt.NDArray[np.uint8]
 
 
 class SharedSlots(CpuHostSlots):
-    """Host slots in a memory file without a name.
+    """Host slots in a memory file that has a descriptor but no name.
 
-    A process that has the file's descriptor can map it. The kernel frees the memory when the last
-    such process ends, however it ends.
+    Each process that has the descriptor can map the file. The kernel frees the memory when the last
+    of these processes ends.
 
     Attributes:
-        array: uint8 [num_slots, bytes of `piece`], this process's piece of each slot.
+        array: uint8 [num_slots, n], the bytes of `piece` of each slot.
         descriptor: the file's descriptor, until these slots are closed.
     """
 
     def __init__(self, descriptor: int, num_slots: int, block_bytes: int, piece: slice) -> None:
-        """Map the file of `descriptor`, and own the descriptor.
+        """Map the file of `descriptor`, which these slots own from now on.
 
         Args:
-            descriptor: descriptor of a file of `num_slots * block_bytes` bytes or more; closed on
-                errors, too.
+            descriptor: descriptor of a file of `num_slots * block_bytes` bytes or more; closed if
+                the call raises, too.
             num_slots: number of slots in the file.
             block_bytes: bytes of a slot.
-            piece: the bytes of each slot that are this process's.
+            piece: the range of bytes of each slot that this process uses.
 
         Raises:
             ConfigError: the file is too small, or this process has no addresses left.
@@ -71,7 +71,7 @@ class SharedSlots(CpuHostSlots):
         try:
             num_bytes = num_slots * block_bytes
             require_room(num_bytes, HOST_TIER, HOST_SETTING, has_new_pages=False)
-            # Lives as long as an array on it does.
+            # Stays mapped while an array uses it.
             mapped = mmap.mmap(descriptor, num_bytes)
         except ConfigError:
             os.close(descriptor)
@@ -87,7 +87,7 @@ class SharedSlots(CpuHostSlots):
     def fill(self) -> None:
         """Allocate the file's memory in the background, from the first slot on.
 
-        Slots can be used before: the first write to a page allocates that page.
+        The slots can be used before: the first write to a page allocates that page.
 
         Raises:
             ConfigError: no thread can be started.
@@ -130,7 +130,7 @@ def shared_memory(num_bytes: int) -> int:
         The file's descriptor, which the caller must close.
 
     Raises:
-        ConfigError: there is too little memory; the sentence names the limit and what it leaves.
+        ConfigError: there is too little memory; the sentence names the limit and the bytes left.
     """
     require_room(num_bytes, HOST_TIER, HOST_SETTING)
     descriptor = os.memfd_create("tierkv-host-slots", os.MFD_CLOEXEC)
@@ -153,7 +153,7 @@ def shared_slots(num_slots: int, block_bytes: int) -> SharedSlots:
         block_bytes: bytes of a slot.
 
     Returns:
-        The slots, with the whole of each as this process's piece.
+        The slots; this process uses all bytes of each.
 
     Raises:
         ConfigError: there is too little memory.
@@ -202,7 +202,7 @@ class EngineCpuDevice(CpuDevice):
     """The CPU as a device, for an engine in this process that has allocated its KV arrays itself.
 
     Args:
-        arrays: the engine's array of each plane, see `EnginePlanes`.
+        arrays: the engine's array for each plane, see `EnginePlanes`.
     """
 
     def __init__(self, arrays: Sequence[Bytes2D]) -> None:
@@ -210,7 +210,7 @@ class EngineCpuDevice(CpuDevice):
         self._engine_arrays = tuple(arrays)
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
-        """Return the engine's own arrays as planes. See `Device.allocate_planes`.
+        """Return the engine's own arrays as planes.
 
         Raises:
             ConfigError: the engine has another number of blocks.
@@ -225,7 +225,7 @@ class EngineCpuDevice(CpuDevice):
 
 
 class SlotPieces:
-    """One rank's piece of each slot of `host`; the memory of `host` must outlive this object.
+    """One rank's range of bytes of each slot of `host`, whose memory must outlive this object.
 
     Args:
         host: the slots.
@@ -246,12 +246,12 @@ class SlotPieces:
 class SharedCpuDevice(CpuDevice):
     """The CPU as a device, with host slots that other processes can map.
 
-    In storage, parts of a block that belong to ranks have names made from the whole block, so that
-    nodes with another number of ranks find them.
+    The slices of a block that belong to ranks have names in storage that are made from the whole
+    block, so that nodes with another number of ranks find them.
 
     Args:
-        shards: layout of each rank's part of a block, side by side in a slot; () if blocks are not
-            split by ranks.
+        shards: layout of each rank's slice of a block, one after the other in a slot; () if blocks
+            are not split by ranks.
     """
 
     def __init__(self, shards: Sequence[Layout] = ()) -> None:
@@ -259,12 +259,11 @@ class SharedCpuDevice(CpuDevice):
         self._shards = tuple(shards)
 
     def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots:
-        """See `Device.allocate_host`."""
         block_bytes = sum(shard.block_bytes for shard in self._shards) or layout.block_bytes
         return shared_slots(num_slots, block_bytes)
 
     def slices(self, host: HostSlots) -> list[Slice]:
-        """Return each rank's part of `host`, which this device has allocated."""
+        """Return each rank's slice of the slots of `host`, which this device has allocated."""
         size = len(self._shards)
         return [
             Slice(Shard(rank, size), layout, SlotPieces(host, piece))
@@ -275,7 +274,7 @@ class SharedCpuDevice(CpuDevice):
 
 
 def side_by_side(shards: Sequence[Layout]) -> Layout:
-    """Return the layout of blocks that consist of `shards`, one behind another.
+    """Return the layout of blocks that consist of a slice for each of `shards`, in order.
 
     Returns:
         The layout, in which the layers of a shard follow those of the shard before.
@@ -304,7 +303,7 @@ def pieces(shards: Sequence[Layout]) -> list[slice]:
 
 
 def digest_of(layouts: Sequence[Layout]) -> bytes:
-    """Return the digest of a single layout, or one digest for the layouts of several groups."""
+    """Return the digest of a layout, or one digest for the layouts of several cache groups."""
     digests = [layout.digest for layout in layouts]
     return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
 
@@ -312,16 +311,16 @@ def digest_of(layouts: Sequence[Layout]) -> bytes:
 def join(
     link: Link, rank: int, planes: Sequence[Planes]
 ) -> tuple[list[SharedSlots], int | None, bool]:
-    """Say hello to the scheduler, and map the host slots of its answer.
+    """Connect as a worker: send a hello to the scheduler, and map the host slots of its answer.
 
     Args:
         link: the link to the scheduler.
         rank: number of this rank.
-        planes: planes of each group.
+        planes: planes of each KV cache group.
 
     Returns:
-        The host slots of each group; the descriptor to hold open for as long as this rank may copy,
-            None without one; and True if this rank writes the slots.
+        The host slots of each group; a descriptor to hold open while this rank may copy, None
+            without one; and True if this rank writes the slots.
 
     Raises:
         ConfigError: the scheduler refuses this worker, or the slots cannot be mapped.

@@ -1,11 +1,11 @@
-"""Several ranks (tensor parallelism) as one device: each rank holds its heads of every block.
+"""Several tensor-parallel ranks as one device: each rank holds its heads of every block.
 
     block b, device   rank 0 | planes of heads 0 1 |    rank 1 | planes of heads 2 3 |
     host slot s       rank 0 | its bytes |              rank 1 | its bytes |
 
-The scheduler decides once, for all ranks: a block has the same number everywhere. This device
-passes each copy to every rank. An event here is done when it is done on all ranks; it fails only
-after the last rank has stopped touching the blocks, and names the rank that failed.
+A block has the same number on all ranks, and this device submits each copy to every rank. An event
+is done when it is done on all ranks. It fails only after every rank has stopped touching the
+blocks, and names the rank that failed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LATE_S = 5.0
 
 
 def _close(parts: Sequence[Device | Planes | HostSlots | Lane]) -> None:
-    """Close the part of each rank, even if closing another one has raised."""
+    """Close the object of each rank, even if closing another one has raised."""
     with ExitStack() as stack:
         for part in parts:
             stack.callback(part.close)
@@ -60,7 +60,7 @@ class RankedDevice:
     """The devices of several ranks as one; `close` closes all of them.
 
     Args:
-        devices: one device per rank, in the order of the ranks.
+        devices: one device for each rank, in the order of the ranks.
         scheme: the division of a block over the ranks.
         late_s: seconds after which `findings` reports a copy that a rank has not finished.
         now: a monotonic clock, in seconds.
@@ -85,7 +85,8 @@ class RankedDevice:
         self.layouts = tuple(scheme.layout(shard) for shard in self.shards)
         self.name = f"{devices[0].name} x{len(devices)}"
         self.compute_stream: Stream = RankedStream([d.compute_stream for d in devices])
-        self.sharing: Sharing | None = None  # no process may map the planes of several ranks
+        # Other processes cannot map the planes of several ranks.
+        self.sharing: Sharing | None = None
         self.quick_copy_bytes = min(device.quick_copy_bytes for device in devices)
         self._pending = _PendingCopies(len(devices), late_s=late_s, now=now)
 
@@ -102,14 +103,11 @@ class RankedDevice:
 
     @property
     def status(self) -> str:
-        """The status of each rank's device; see `Device.status`."""
+        """The status of each rank's device, as a line of text."""
         return ", ".join(device.status for device in self.devices)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return the first device's context, since one thread computes for all ranks.
-
-        See `Device.computing`.
-        """
+        """Return the first rank's context for computing: one thread computes for all ranks."""
         return self.devices[0].computing()
 
     def findings(self) -> list[str]:
@@ -117,7 +115,7 @@ class RankedDevice:
         return self._pending.findings()
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> RankedPlanes:
-        """Allocate planes on all ranks. See `Device.allocate_planes`.
+        """Allocate planes on all ranks.
 
         The `arrays` of the result are those of rank 0, in the order of its layout, then those of
         rank 1, and so on.
@@ -133,7 +131,6 @@ class RankedDevice:
         return RankedPlanes(layout, num_blocks, parts)
 
     def allocate_host(self, layout: Layout, num_slots: int) -> RankedHost:
-        """Allocate host slots for all ranks. See `Device.allocate_host`."""
         self._check(layout)
         parts: list[HostSlots] = []
         try:
@@ -145,13 +142,12 @@ class RankedDevice:
         return RankedHost(num_slots, parts)
 
     def slices(self, host: HostSlots) -> list[Slice]:
-        """Return each rank's part of `host`, which this device has allocated."""
+        """Return each rank's slice of the slots of `host`, which this device has allocated."""
         assert isinstance(host, RankedHost), "a ranked device's slots are ranked"
         parts = zip(self.shards, self.layouts, host.parts, strict=True)
         return [Slice(shard, layout, part) for shard, layout, part in parts]
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
-        """See `Device.open_lane`."""
         assert isinstance(planes, RankedPlanes), "a ranked device's planes are ranked"
         assert isinstance(host, RankedHost), "a ranked device's slots are ranked"
         lanes: list[Lane] = []
@@ -164,7 +160,6 @@ class RankedDevice:
         return _RankedLane(lanes, planes.layout.num_layers, self._pending)
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
-        """See `Device.copy_blocks`."""
         assert isinstance(planes, RankedPlanes), "a ranked device's planes are ranked"
         events: list[Event] = []
         for device, part in zip(self.devices, planes.parts, strict=True):
@@ -199,7 +194,7 @@ class RankedPlanes:
 
 
 class RankedHost:
-    """Host slots of several ranks: each rank has its part of a slot in memory of its own."""
+    """Host slots of several ranks: each rank has its bytes of a slot in memory of its own."""
 
     def __init__(self, num_slots: int, parts: Sequence[HostSlots]) -> None:
         self.num_slots = num_slots
@@ -207,10 +202,10 @@ class RankedHost:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """Not available; see `parts`.
+        """Not available, since the ranks have separate arrays: see `parts`.
 
         Raises:
-            LayoutError: always, as the ranks' parts are separate arrays.
+            LayoutError: always.
         """
         raise LayoutError(
             "the slots of several ranks are separate arrays: use the array of each part"
@@ -233,7 +228,7 @@ class _RankedLane:
             own = BlockCopy(copy.direction, copy.slot_ids, copy.block_ids, after)
             try:
                 by_rank.append(lane.submit(own))
-            except TransferError as error:  # copies of the ranks before it go on
+            except TransferError as error:  # copies that other ranks have begun continue
                 by_rank.append([FailedEvent(error)] * self._num_layers)
         *layers, last = zip(*by_rank, strict=True)
         settled = self._pending.begin()
@@ -250,7 +245,7 @@ class _PendingCopy:
 
 
 class _PendingCopies:
-    """Copies that some rank has not finished. Every method may be called from any thread.
+    """Copies that some rank has not finished. Thread-safe.
 
     Args:
         num_ranks: number of ranks.
@@ -269,8 +264,7 @@ class _PendingCopies:
     def begin(self) -> Callable[[int], None]:
         """Add a copy of all ranks.
 
-        Returns:
-            The function to call with each rank when its part of the copy has ended.
+        Return the function to call with each rank that has finished it.
         """
         with self._lock:
             number = next(self._numbers)
@@ -303,11 +297,7 @@ class _PendingCopies:
             ]
 
     def _silent_s(self, rank: int, oldest: _PendingCopy, now: float) -> float:
-        """Return the seconds without a finished copy of a rank.
-
-        They count from its last finished copy, or from the start of its oldest late one if that is
-        later.
-        """
+        """Return the seconds since the rank's last finished copy, or since a later `oldest`."""
         return now - max(self._finished_at[rank], oldest.begun)
 
 
@@ -315,8 +305,8 @@ class RankedEvent:
     """One event for all ranks, done when the events of all ranks are done.
 
     Args:
-        parts: one event per rank.
-        settled: called once with each rank that is done or has failed; None for no call.
+        parts: one event for each rank.
+        settled: called once with each rank whose event is done or has failed; None for no call.
     """
 
     def __init__(
@@ -324,7 +314,8 @@ class RankedEvent:
     ) -> None:
         self.parts = tuple(parts)
         self._settled = settled
-        self._lock = threading.Lock()  # a poller's thread and a compute thread may look at once
+        # A polling thread and a compute thread may call at the same time.
+        self._lock = threading.Lock()
         self._pending = set(range(len(parts)))
         self._errors: dict[int, TransferError] = {}
 
@@ -338,9 +329,11 @@ class RankedEvent:
 
     @property
     def is_done(self) -> bool:
-        """See `Event.is_done`.
+        """True if the work of all ranks has finished.
 
-        An error is raised only once no rank works any more; it names the first rank that failed.
+        Raises:
+            TransferError: a rank's work has failed, and no rank works any more. The text names the
+                first rank that failed.
         """
         with self._lock:
             for rank in sorted(self._pending):
@@ -362,7 +355,6 @@ class RankedEvent:
             return True
 
     def block_until_done(self, timeout_s: float) -> None:
-        """See `Event.block_until_done`."""
         deadline = time.monotonic() + timeout_s
         for rank in sorted(self._pending):
             try:
@@ -385,20 +377,20 @@ class RankedStream:
         return RankedEvent([stream.record() for stream in self._parts])
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """Make each rank's stream wait for that rank's part of `event`. See `Stream.wait`."""
+        """Make each rank's stream wait for that rank's own event in `event`."""
         deadline = time.monotonic() + timeout_s
         for rank, stream in enumerate(self._parts):
             stream.wait(part_of(event, rank), max(deadline - time.monotonic(), 0.0))
 
 
 def part_of(event: Event, rank: int) -> Event:
-    """Return one rank's part of an event.
+    """Return one rank's own event.
 
     Args:
         event: an event of all ranks, or any other event.
         rank: the rank.
 
     Returns:
-        The part; `event` itself if it is not an event of all ranks.
+        The rank's event; `event` itself if it is not an event of all ranks.
     """
     return event.parts[rank] if isinstance(event, RankedEvent) else event

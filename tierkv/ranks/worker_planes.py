@@ -1,8 +1,8 @@
-"""Ranks of an engine that owns its device blocks and sends the plans of copies itself.
+"""Copies of the ranks of an engine that owns its device blocks.
 
-The engine's step messages carry plans to the ranks, and its outputs carry reports back. A Unix
-socket gives each rank in another process the memory of the host slots once, and then shows when the
-rank ends.
+The engine's step messages carry plans of copies to the ranks, and its outputs carry reports back. A
+Unix socket gives each rank in another process the memory of the host slots once, and afterwards
+shows whether the rank has ended.
 
     scheduler's process: RankSocket                     worker's process: WorkerPlanes
     listens once there is memory  <---- Hello --------  connect(): retries until it listens
@@ -55,14 +55,14 @@ from tierkv.ranks.memory import SharedSlots, digest_of, join, pieces, side_by_si
 log = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.05  # pause between two attempts of a worker to reach the scheduler
-_ANSWER_S = 5.0  # most time from the connection to the hello, and from there to the memory
+_ANSWER_S = 5.0  # time limit from the connection to the hello, and from there to the answer
 _ENDED = "its process has ended"
 _LAST_COPY_S = 60.0
-_END_S = 5.0  # most time from the end of a process's connection to the end of the process
+_END_S = 5.0  # time limit from the end of a process's connection to the end of the process
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The report of a rank that a plan has ended.
+    """The report of a rank that a plan of copies has ended.
 
     Attributes:
         number: number of the plan.
@@ -77,10 +77,10 @@ class Finished(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class _Copies:
-    """The copies of a plan, by group.
+    """The copies of a plan, by KV cache group.
 
     Attributes:
-        events: events of each group's copies that have not ended, one per layer.
+        events: events of each group's copies that have not ended, one for each layer.
         problem: the reason why a copy failed or could not begin; None if none did.
     """
 
@@ -88,7 +88,7 @@ class _Copies:
     problem: str | None = None
 
     def are_done(self) -> bool:
-        """Return whether no copy is under way any more; `problem` is final then."""
+        """Return whether all copies have ended; `problem` is final then."""
         for group, events in list(self.events.items()):
             try:
                 if not events[-1].is_done:
@@ -100,15 +100,15 @@ class _Copies:
 
 
 class WorkerPlanes:
-    """One rank's KV tensors, and its copies between them and the host slots.
+    """One rank's KV tensors, and the copies between them and the host slots.
 
     The engine's thread calls the methods. Plans that arrive before the host slots are known wait
     for them.
 
     Args:
         device: the device of the planes.
-        planes: the engine's own planes of each group: `EnginePlanes`, or those that a CUDA device
-            has adopted.
+        planes: the engine's own planes of each KV cache group: `EnginePlanes`, or those that a CUDA
+            device has adopted.
         rank: number of this rank.
     """
 
@@ -116,8 +116,8 @@ class WorkerPlanes:
         self._device = device
         self._planes = tuple(planes) if isinstance(planes, Sequence) else (planes,)
         self._rank = rank
-        # Protects the fields below; held no longer than a submission. Acquired directly and not by
-        # `_changed`: a Ctrl-C in a Condition, which is Python code, would leave the lock acquired.
+        # Protects the fields below; held no longer than a submission. Acquired directly, not by
+        # `_changed`: a Ctrl-C within Condition's Python code would leave the lock acquired.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._hosts: Sequence[HostSlots] = ()
@@ -125,17 +125,18 @@ class WorkerPlanes:
         self._saves = True
         self._waiting: dict[int, dict[int, BlockCopy]] = {}
         self._open: dict[int, _Copies] = {}
-        self._problem: str | None = None  # the reason why every plan is refused; None if none is
+        # The reason why all plans are refused; None if they are not.
+        self._problem: str | None = None
         self._held = ExitStack()  # closes the lanes and the host slots
         self._link: Link | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self._has_ended = threading.Event()  # no copy is under way, and none begins any more
+        self._has_ended = threading.Event()  # no copy runs, and none begins any more
         self._unreported: tuple[Finished, ...] = ()
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The layout of each group."""
+        """The layout of each KV cache group."""
         return tuple(one.layout for one in self._planes)
 
     @property
@@ -147,7 +148,7 @@ class WorkerPlanes:
         """Use these host slots from now on, and start the copies that waited for them.
 
         Args:
-            hosts: host slots of each group.
+            hosts: host slots of each KV cache group.
             saves: False if another rank saves the same bytes; plans to save then end at once.
         """
         hosts = self._hosts = hosts if isinstance(hosts, Sequence) else (hosts,)
@@ -165,7 +166,9 @@ class WorkerPlanes:
             self._changed.notify_all()
 
     def connect(self, path: str, connect_deadline_s: float = 60.0) -> None:
-        """Get the host slots from the `RankSocket` at `path`, in a thread; it may listen later.
+        """Start a thread that gets the host slots from the `RankSocket` at `path`.
+
+        The `RankSocket` may be opened later; the thread retries until then.
 
         Args:
             path: path of the Unix socket.
@@ -212,7 +215,7 @@ class WorkerPlanes:
                 is_load = direction is Direction.LOAD
                 slots, blocks = (source, target) if is_load else (target, source)
                 copies[group] = BlockCopy(direction, slots, blocks, before)
-        except TierKVError as error:  # reported like a copy that fails later
+        except TierKVError as error:  # reported as a copy that fails later
             problem = str(error)
         with self._lock:
             problem = problem or self._problem
@@ -235,7 +238,7 @@ class WorkerPlanes:
                 return
 
     def wait_layer(self, number: int, layer: int, timeout_s: float, *, group: int = 0) -> None:
-        """Make the compute stream wait until a load has brought `layer` of its group.
+        """Make the compute stream wait until a load has brought a layer of a KV cache group.
 
         Args:
             number: number of the plan.
@@ -264,7 +267,7 @@ class WorkerPlanes:
 
         Args:
             number: number of the plan.
-            timeout_s: most seconds to block.
+            timeout_s: upper limit of the wait in seconds.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -278,7 +281,7 @@ class WorkerPlanes:
     def replace(self, planes: Planes | Sequence[Planes]) -> None:
         """Use other tensors of the same layouts from now on.
 
-        No copy may be under way, and the host slots must have been attached in this process.
+        No copy may be in flight, and `attach` must have been called, not `connect`.
         """
         self._held.close()
         self._planes = tuple(planes) if isinstance(planes, Sequence) else (planes,)
@@ -297,15 +300,16 @@ class WorkerPlanes:
     def close(
         self, unreported: Sequence[Finished] = (), *, is_process_ending: bool = False
     ) -> None:
-        """Wait for the copies under way, and release the host slots. May be called again.
+        """Wait until all running copies have ended, and release the host slots.
 
         The scheduler gets the outcomes of these copies by the socket, and `finished` returns them.
+        Further calls do nothing.
 
         Args:
             unreported: results of `finished` that the engine had no step left to report.
-            is_process_ending: True to return once the copies have ended, without waiting until the
-                host slots are released: unpinning many of them takes seconds, and the kernel does
-                it anyway when the process ends.
+            is_process_ending: True to return once the copies have ended, before the host slots are
+                released. Unpinning many of them takes seconds, and the kernel does it when the
+                process ends.
         """
         self._unreported = tuple(unreported)
         self._closing.set()
@@ -338,7 +342,7 @@ class WorkerPlanes:
             return
         try:
             while not self._closing.is_set():
-                link.receive()  # the scheduler sends nothing: this waits for its end
+                link.receive()  # returns when the scheduler ends, since it sends nothing more
         except LinkClosedError:
             self._refuse(f"the connection to the cache at {path} was lost")
         with self._lock:
@@ -356,7 +360,7 @@ class WorkerPlanes:
         link.close()
 
     def _reach(self, path: str, deadline: float) -> Link:
-        """Connect and get the host slots; at the deadline, raise the error that prevents it."""
+        """Connect and get the host slots; after `deadline`, raise the error that prevents it."""
         while True:
             try:
                 link = self._link = connect(path, _ANSWER_S)
@@ -393,21 +397,21 @@ class WorkerPlanes:
 
 
 class RankSocket:
-    """The socket that gives ranks in other processes their part of the host slots.
+    """The socket that gives ranks in other processes their bytes of the host slots.
 
-    It belongs to `EngineCache(ranks=)`. A lost rank stays lost: copies of its old process could
-    otherwise overlap with plans for a new one.
+    It belongs to `EngineCache(ranks=)`. A rank that is lost cannot connect again, since copies of
+    its old process could overlap with those of a new one.
 
     Args:
         path: path of the Unix socket, open to processes of this user alone; its directory should be
             private.
-        shards: the layout of each rank, or its layouts of each group. Either the engine's blocks
-            are `side_by_side` of the shards; or each shard is a whole block: all ranks then hold
-            the same bytes, all load and rank 0 saves.
+        shards: the layout of each rank, or its layouts of each KV cache group. If the engine's
+            blocks are split over the ranks, they are `side_by_side` of these. Otherwise each shard
+            is a whole block: all ranks hold the same bytes, all load, and rank 0 saves.
         connect_deadline_s: seconds after which a rank that has not connected is lost.
 
     Attributes:
-        lost: by rank, the reason why it cannot be reached any more; read by any thread.
+        lost: for each lost rank, the reason; may be read by any thread.
         num_ranks: number of ranks.
     """
 
@@ -418,8 +422,8 @@ class RankSocket:
         *,
         connect_deadline_s: float = 60.0,
     ) -> None:
-        self.lost: dict[int, str] = {}  # by rank, why; read by any thread
-        self._last_reports: deque[Finished] = deque()  # of ranks that have said goodbye
+        self.lost: dict[int, str] = {}  # replaced, never changed, since any thread may read it
+        self._last_reports: deque[Finished] = deque()  # from the goodbyes of ranks
         self._all_lost = threading.Event()
         self.num_ranks = len(shards)
         self._path = path
@@ -432,22 +436,24 @@ class RankSocket:
         self._is_deaf = False  # the last connection could not be accepted
 
     def shards(self, group: int) -> list[Layout]:
-        """Return the layout of each rank for `group`."""
+        """Return the layout of each rank for the KV cache group number `group`."""
         return [one[group] for one in self._shards if group < len(one)]
 
     def check(self, layouts: Sequence[Layout]) -> None:
-        """Check that the shards make up the layouts of all groups.
+        """Check that the ranks' shards make up whole blocks of all groups.
+
+        Args:
+            layouts: the layout of a whole block of each group.
 
         Raises:
-            ConfigError: the shards and `layouts` differ.
+            ConfigError: the shards do not make up `layouts`.
         """
         self._pieces(layouts)
 
     def _pieces(self, layouts: Sequence[Layout]) -> list[list[slice]]:
-        """Return, for each group and rank, the rank's range of bytes in a host slot.
+        """Return each rank's range of bytes in a host slot, for each group.
 
-        Raises:
-            ConfigError: the shards and `layouts` differ.
+        Or raise ConfigError.
         """
         if not self._shards or {len(shards) for shards in self._shards} != {len(layouts)}:
             raise ConfigError(
@@ -471,7 +477,7 @@ class RankSocket:
 
     @property
     def failure(self) -> str | None:
-        """The reason why a rank cannot be reached any more; None while all can."""
+        """The reason why a rank is lost; None while none is."""
         return next(iter(self.lost.values())) if self.lost else None
 
     def open(
@@ -480,10 +486,10 @@ class RankSocket:
         """Listen, and give the host slots to each rank that connects.
 
         Args:
-            layouts: the layout of each group.
+            layouts: the layout of each KV cache group.
             hosts: the host slots of each group.
-            life: a file descriptor that a rank holds open for as long as it may copy, as a sign of
-                life.
+            life: a file descriptor that a rank holds open while it may copy, so that other
+                processes can see whether it still may; None for none.
 
         Raises:
             ConfigError: the path cannot be bound, or the shards do not make up `layouts`.
@@ -506,8 +512,8 @@ class RankSocket:
     def pop_reports(self) -> list[Finished]:
         """Return the last reports of ranks that have closed, each once.
 
-        A rank's reports arrive here before the rank appears in `lost`. A caller that reads `lost`
-        first, and then calls this method, therefore misses no report of a lost rank.
+        A caller that reads `lost` first, and then calls this method, misses no report of a lost
+        rank.
         """
         reports = []
         while self._last_reports:
@@ -520,7 +526,7 @@ class RankSocket:
             self._all_lost.wait(timeout_s)
 
     def close(self) -> None:
-        """Close the connections to all ranks. May be called again."""
+        """Close the connections to all ranks. Further calls do nothing."""
         if self._thread is None:
             return
         self._stop.close()
@@ -550,7 +556,7 @@ class RankSocket:
     def _accept(self) -> None:
         try:
             end, _ = self._listener.accept()
-        except OSError as error:  # perhaps no descriptor is left: the rank is accepted later
+        except OSError as error:  # for example no free descriptor; the rank is accepted later
             if not self._is_deaf:
                 log.error("no rank can connect at %s at the moment: %s", self._path, error)
             self._is_deaf = True
@@ -571,13 +577,13 @@ class RankSocket:
                 link.close()
                 return
             link.send(self._answers[rank], descriptors=self._descriptors)
-        except LinkClosedError as error:  # it may come again
+        except LinkClosedError as error:  # the rank may connect again
             log.warning("rank %d disconnected before it received its host slots: %s", rank, error)
             link.close()
             return
         self._links[rank] = link
         self._selector.register(link, selectors.EVENT_READ, partial(self._hear, rank))
-        with suppress(OSError, AttributeError):  # a kernel or system that has none
+        with suppress(OSError, AttributeError):  # a system without pidfd
             self._ends[rank] = os.pidfd_open(link.peer_pid())
             self._selector.register(
                 self._ends[rank], selectors.EVENT_READ, partial(self._lose, rank, _ENDED)
@@ -603,7 +609,7 @@ class RankSocket:
         """Read the messages of a rank: its goodbye, or the end of its connection."""
         link = self._links.get(rank)
         if link is None:
-            return  # the end of its process was seen before
+            return  # the end of its process was noticed before
         try:
             records = [read(one) for one in link.receive()]
         except (LinkClosedError, StoreCorruptError) as error:

@@ -1,1 +1,1 @@
-"""A small transformer that attends over the device planes, for demos and as the truth in tests."""
+"""A small transformer that attends over the device planes: for demos, and a reference in tests."""

@@ -23,8 +23,8 @@ from tierkv.model_tokenizer import read_json
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.model import PANEL, Floats, LayerWeights, Weights, in_panels
 
-_MAX_POSITIONS = 131_072  # the table of cosines and sines has a row for each
-_OF_GGUF = {  # names of config.json and of GGUF
+_MAX_POSITIONS = 131_072  # number of rows of the table of cosines and sines
+_OF_GGUF = {  # fields of config.json, and their names in GGUF
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
@@ -73,7 +73,7 @@ class Checkpoint:
 
         Args:
             shared: A directory in which the processes of this machine share one file of the
-                weights, which the first of them writes. "" keeps the weights in this process.
+                weights. The first process writes the file. "" keeps the weights in this process.
 
         Raises:
             ConfigError: A tensor is missing, has an unknown type or another size, there is no
@@ -82,7 +82,7 @@ class Checkpoint:
         return _shared(self, Path(shared)) if shared else self.read()
 
     def read(self) -> Weights:
-        """Read the weights into this process; see `weights`.
+        """Return the weights, read into this process; see `weights`.
 
         Raises:
             ConfigError: A tensor is missing, has an unknown type or another size, or there is no
@@ -128,14 +128,9 @@ class Checkpoint:
 
 
 def _turned(parts: list[Floats], gain: Floats | None = None) -> Floats:
-    """Return matrices side by side and transposed, in panels: see `in_panels`.
+    """Return matrices [out, in] side by side and transposed, in panels [in, sum of out].
 
-    Args:
-        parts: [out, in] each, as model files have them.
-        gain: [in], factors of an RMSNorm to multiply into the rows; None for none.
-
-    Returns:
-        [in, sum of out], in panels.
+    `gain` [in], the factors of an RMSNorm, is multiplied into the rows.
     """
     joined = np.concatenate(parts) if len(parts) > 1 else parts[0]
     return in_panels((joined if gain is None else joined * gain).T)
@@ -222,17 +217,10 @@ def _refuse_biases(path: Path, tensors: Mapping[str, object]) -> None:
 def _config(
     path: Path, about: Mapping[str, Any], name: str, weights: str, vocab_size: int
 ) -> ModelConfig:
-    """Return the sizes of a model.
+    """Return the sizes of a model from the fields of its config.json, or of its GGUF file.
 
-    Args:
-        path: The file or directory, for errors.
-        about: The fields of a config.json, or the same made from a GGUF file.
-        name: Name of the model.
-        weights: Digest of the files.
-        vocab_size: Number of tokens.
-
-    Raises:
-        ConfigError: A size is missing or wrong, or the reference engine does not support a part.
+    Raises ConfigError if a size is missing or wrong, or the reference engine does not support a
+    part. `weights` is a digest of the files; `path` is for errors.
     """
     if (kind := about.get("model_type")) != "llama":
         raise ConfigError(
@@ -278,7 +266,7 @@ def _config(
         raise ConfigError(f"{path}: the model's sizes cannot be read: {error!r}") from error
 
 
-# The weights as one file in the form of safetensors: names, shapes, offsets in JSON, then bytes.
+# The file has the format of safetensors: names, shapes and offsets as JSON, then bytes.
 
 _FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _ALIGNMENT = 64
@@ -287,10 +275,8 @@ _ALIGNMENT = 64
 def _shared(checkpoint: Checkpoint, folder: Path) -> Weights:
     """Return weights in memory that all processes with the same model share.
 
-    Each process maps the same file in `folder`; the first one writes the file.
-
-    Raises:
-        ConfigError: The folder cannot be written to.
+    Each process maps the same file in `folder`; the first one writes the file. Raises ConfigError
+    if the folder cannot be written to.
     """
     file = folder / f"{checkpoint.config.weights}-{PANEL}.safetensors"
     try:
@@ -338,8 +324,7 @@ def _write(file: Path, tensors: Mapping[str, Floats]) -> None:
 def _safetensors(file: Path) -> Iterator[tuple[str, Callable[[], Floats]]]:
     """Yield the name of each tensor in a file, and a function that reads it as float32.
 
-    Raises:
-        ConfigError: The file is not valid.
+    Raises ConfigError if the file is not valid.
     """
     try:
         with file.open("rb") as opened:
@@ -375,7 +360,7 @@ def _reader(
 
 
 def _digest(files: list[Path]) -> str:
-    """Return a digest of the files' bytes. Nodes with different weights must not share KV."""
+    """Return a digest of the files' bytes: nodes with different weights must not share KV."""
     hashed = xxhash.xxh3_128()
     for file in files:
         with file.open("rb") as opened:

@@ -20,7 +20,7 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The sizes of a decoder-only transformer, by default over bytes and with weights from a seed.
+    """The sizes of a decoder-only transformer; by default its tokens are bytes.
 
     Attributes:
         name: name of the model in the keys of cached blocks.
@@ -28,16 +28,16 @@ class ModelConfig:
         num_layers: number of layers of the decoder.
         num_heads: number of query heads, a multiple of num_kv_heads.
         num_kv_heads: number of heads of keys and values.
-        head_dim: elements of a head, an even number.
-        hidden: elements of a token's hidden state.
-        ffn: elements of the feed-forward layer.
+        head_dim: number of elements of a head, even.
+        hidden: number of elements of a token's hidden state.
+        ffn: number of elements of the feed-forward layer.
         rope_theta: base of RoPE's wavelengths.
-        max_positions: most tokens of prompt and output together.
+        max_positions: largest number of tokens of prompt and output together.
         seed: seed of the weights.
         kv_dtype: type of keys and values in the planes; all computing is in float32.
         vocab_size: number of tokens; those of the built-in model are bytes.
         norm_epsilon: term added to the mean square in RMSNorm.
-        weights: digest of a checkpoint's files; "" if the weights follow from `seed`.
+        weights: digest of a checkpoint's files; "" if the weights are made from `seed`.
 
     Raises:
         ConfigError: a number is out of range, or the heads do not divide.
@@ -82,10 +82,9 @@ class ModelConfig:
 
     @property
     def weights_id(self) -> str:
-        """A text of everything that decides the model's results, besides its name.
+        """A text of all settings that change the model's results, apart from its name.
 
-        The text is a part of the fingerprint: nodes that differ in it must not share KV, even with
-        equal layouts.
+        It is a part of the fingerprint, so that nodes with different models never share KV.
         """
         return (
             f"{self.revision}: {self.num_layers} layers of {self.hidden}, ffn {self.ffn}, "
@@ -111,6 +110,6 @@ class ModelConfig:
         )
 
     def shards(self, block_size: int) -> ShardScheme:
-        """Return the rule that splits a block of `layout(block_size)` over ranks, by KV heads."""
+        """Return the division of a block of `layout(block_size)` over ranks, by KV heads."""
         heads = {"key": self.num_kv_heads, "value": self.num_kv_heads}
         return ShardScheme(self.layout(block_size), heads)

@@ -51,7 +51,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ReferenceEngine(SessionEngine):
-    """A `SessionEngine` that computes with the reference model on one thread, in place of a GPU.
+    """A `SessionEngine` that computes with the reference model on one CPU thread.
 
     Args:
         service: The node's cache service, which has the blocks and the block tables.
@@ -82,26 +82,24 @@ class ReferenceEngine(SessionEngine):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the compute thread while the context is open.
+        """Run the compute thread during the body.
 
-        The service must be running, and must keep running until this context has closed.
+        The service must be running from before the body until after it.
         """
         self._thread = Threads(1, "tierkv-compute")
         try:
             yield
         finally:
-            self._thread.shutdown(wait=True)  # idle: every call was waited for by its caller
+            self._thread.shutdown(wait=True)  # idle, since callers wait for their calls
 
     def check(self, job: GenerateRequest) -> None:
-        """See `SessionEngine.check`."""
         job.sampling.check_only(("top_k",))
 
     async def forward(self, run: ModelRun, chunk: Tokens1D) -> int | None:
-        """See `SessionEngine.forward`. Each chunk is one call of the model."""
         assert self._thread is not None, "the engine is running"
         try:
             call = self._thread.submit(self._call_model, run, chunk)
-        except RuntimeError:  # the thread has ended, as on a node that failed
+        except RuntimeError:  # the thread has ended, after a failure of the node
             why = self._service.failure or "this node is shutting down"
             raise ShuttingDownError(why) from None
         future = asyncio.wrap_future(call)
@@ -143,7 +141,7 @@ class ReferenceEngine(SessionEngine):
 
 
 def _forget(call: Future[Floats]) -> None:
-    call.cancel()  # has an effect only if the thread has not begun it
+    call.cancel()  # no effect once the thread has begun it
 
 
 class ReferenceSpec:
@@ -152,7 +150,7 @@ class ReferenceSpec:
     Args:
         config: The sizes of the built-in model, and the type of KV.
         settings: The settings of the engine.
-        cache: The settings of the cache; the block size and the tensor parallelism are read.
+        cache: The settings of the cache; only block size and tensor parallelism are read.
         path: A Llama-shaped model to serve instead of the built-in one; "" for none.
 
     Raises:
@@ -186,7 +184,6 @@ class ReferenceSpec:
         return self._config.shards(self._cache.block_size)
 
     def fingerprint(self, tenant: str) -> Fingerprint:
-        """See `EngineSpec.fingerprint`."""
         return Fingerprint(
             model=self._config.name,
             revision=self._config.weights_id,
@@ -195,7 +192,6 @@ class ReferenceSpec:
         )
 
     def open(self, service: Service) -> ReferenceEngine:
-        """See `EngineSpec.open`."""
         checkpoint, shared = self._checkpoint, self._settings.weights_dir
         model = ReferenceModel(
             self._config,

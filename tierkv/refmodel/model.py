@@ -1,11 +1,11 @@
-"""The reference model: a small transformer over the device planes, with weights from a seed.
+"""The reference model: a small transformer over the device planes.
 
-The weights are the same bytes on every machine, with every NumPy. End-to-end tests compare other
-results with those of this model: its logits do not depend, in any bit, on how a prompt was cut into
-calls (see CHUNK).
+Its logits do not depend, in any bit, on how a prompt was cut into calls (see CHUNK), so tests
+compare other results with them. Weights from a seed are the same bytes on every machine, with every
+NumPy.
 
-It has RMSNorm (Zhang & Sennrich 2019), rotary positions (RoPE, Su et al. 2021), grouped-query
-attention (GQA, Ainslie et al. 2023) and SwiGLU (Shazeer 2020).
+The model has RMSNorm (Zhang & Sennrich 2019), rotary positions (RoPE, Su et al. 2021),
+grouped-query attention (GQA, Ainslie et al. 2023) and SwiGLU (Shazeer 2020).
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from tierkv.errors import BadRequestError, LayoutError
 from tierkv.refmodel.config import VOCAB_SIZE, ModelConfig
 from tierkv.tokenizers import ByteTokenizer
 
-# Bytes as tokens, and which comes next: a pure function of logits, settings and position.
-#
-# The model reads any byte but writes only printable ASCII and newline, so that what it generates
-# can be shown in a terminal, a log line or a JSON answer as it is.
+# Tokens are bytes. The model reads any byte but writes only printable ASCII and newline, so that a
+# terminal, a log line or a JSON answer can show its text unchanged.
 
 
 def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -> int:
     """Return the token at a position, chosen by the logits there.
 
-    Greedy sampling takes the lowest id among equals. Otherwise the only randomness is word
-    `position` of the Philox stream keyed by the seed (a counter-based generator: Salmon et al.
-    2011). Therefore a second node that knows seed and position continues exactly where the first
-    stopped, without any generator state. A logit of -inf is never chosen.
+    Greedy sampling takes the lowest of the ids with the largest logit. Otherwise the only
+    randomness is word `position` of the Philox stream (a counter-based generator, Salmon et al.
+    2011) keyed by the seed, so that another node with the same seed continues with the same tokens.
+    A logit of -inf is never chosen.
 
     Args:
         logits: [vocab_size].
@@ -49,7 +47,7 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
     """
     if position < 0:
         raise BadRequestError(f"a position must not be negative, not {position}")
-    best = int(np.argmax(logits))  # the first of equals; a NaN would win
+    best = int(np.argmax(logits))  # the first of equals; a NaN would be chosen
     if not np.isfinite(logits[best]):
         raise BadRequestError("no token can be sampled: the largest logit is not finite")
     if sampling.is_greedy:
@@ -58,12 +56,13 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
     with np.errstate(over="ignore"):  # a tiny temperature makes all other logits -inf
         weights = np.exp((wide - wide[best]) / sampling.temperature)
     if sampling.top_k:
-        ranked = np.argsort(-wide, kind="stable")  # equals stay in order of their ids
+        ranked = np.argsort(-wide, kind="stable")  # equal logits stay in the order of their ids
         weights[ranked[sampling.top_k :]] = 0.0
     cumulative = np.cumsum(weights)
     point = _uniform(sampling.seed, position) * cumulative[-1]
     chosen = int(np.searchsorted(cumulative, point, side="right"))
-    last = int(np.flatnonzero(weights)[-1])  # point may have been rounded up to the whole sum
+    # The random point may have been rounded up to the whole sum.
+    last = int(np.flatnonzero(weights)[-1])
     return min(chosen, last)
 
 
@@ -81,12 +80,12 @@ PRINTABLE.setflags(write=False)
 
 
 def encode(text: str) -> npt.NDArray[np.int32]:
-    """Return the tokens of `text`, int32 [n]: see ByteTokenizer."""
+    """Return the tokens of `text`, int32 [n]; see `ByteTokenizer`."""
     return np.frombuffer(TOKENIZER.encode(text), "<i4").astype(np.int32)
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """Return the text of `tokens`: see ByteTokenizer."""
+    """Return the text of `tokens`; see `ByteTokenizer`."""
     return TOKENIZER.decode(tokens)
 
 
@@ -105,7 +104,7 @@ class BlockTable:
     Attributes:
         xp: The array module, NumPy or CuPy.
         ids: int64 [n] of `xp`, distinct, all within the planes.
-        block_size: Tokens per block.
+        block_size: Number of tokens of a block.
         token_shape: (num_kv_heads, head_dim) of one token in a plane.
         kv_dtype: Element type of the planes.
     """
@@ -140,8 +139,8 @@ class BlockTable:
             num_rows: Number of rows of the result, at least `num_tokens`.
 
         Returns:
-            float32 [num_kv_heads, num_rows, head_dim], C order. Rows after the tokens are zero,
-                whatever the plane holds there.
+            float32 [num_kv_heads, num_rows, head_dim], C order. The rows after `num_tokens` are
+                zeros.
         """
         num_kv_heads, head_dim = self.token_shape
         blocks = self._tokens(plane)[self.ids[: -(-num_tokens // self.block_size)]]
@@ -164,7 +163,8 @@ class BlockTable:
             return rows.astype(self.kv_dtype)
         words = self.xp.ascontiguousarray(rows).view(np.uint32)
         nearest = words + np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1))
-        is_nan = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)  # which rounding may lose
+        # Rounding could make it infinite.
+        is_nan = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
         kept: npt.NDArray[np.uint16] = (
             self.xp.where(is_nan, words | np.uint32(0x00400000), nearest) >> np.uint32(16)
         ).astype(np.uint16)
@@ -188,16 +188,16 @@ class BlockTable:
 # - A projection is [TILE, a] @ [a, b] per tile: np.matmul runs one gemm per tile of a stack. Where
 #   the array module may batch them otherwise (CuPy), a stack is one tile high.
 # - Attention of tile i is over chunks of CHUNK keys, the last of which holds the tile, one gemm
-#   per chunk and KV head; what the chunks bring is added up in order.
+#   per chunk and KV head; the results of the chunks are added in order.
 #
-# A gemm of one shape gives a row the same bits whatever its other rows hold, so a cold prefill, a
+# In a gemm of one shape the bits of a row do not depend on the other rows, so a cold prefill, a
 # cached prefix plus the rest, and decode all give the same bits, at any block_size.
 #
-# Nothing leaks from what a query must not see. Scores of later positions are replaced (where), not
-# added to; and rows of K and V after the last known token are zeros, not what the planes hold
-# there, because 0 * NaN is NaN and a weight of exactly 0 would not save the sum.
+# Later positions have no effect on a query. Their scores are replaced (where), not added to; and
+# rows of K and V after the last known token are zeros, not the planes' content, since 0 * NaN is
+# NaN.
 #
-# Promised for one machine; on another, another BLAS kernel may run.
+# The bits are the same on one machine; on another one, another BLAS kernel may run.
 TILE = 16
 
 # At the default sizes every gemm is one that OpenBLAS runs on the calling thread (rows * columns *
@@ -211,7 +211,7 @@ CHUNK = 256
 class Span:
     """The positions [start, end) that one call computes, start < end, and the tiles they touch.
 
-    A tile is TILE consecutive positions, whose first is a multiple of TILE.
+    A tile is TILE consecutive positions, the first of which is a multiple of TILE.
     """
 
     start: int
@@ -227,7 +227,7 @@ class Span:
 
     @property
     def live(self) -> slice:
-        """The rows of the tiles, [num_tiles * TILE], that are tokens of the span.
+        """The rows of the tiles, out of num_tiles * TILE, that are tokens of the span.
 
         Others are padding.
         """
@@ -245,16 +245,19 @@ class Span:
         return -(-self.padded_end // CHUNK) * CHUNK
 
     def stacks(self, height: int) -> Iterator[slice]:
-        """Yield slices of up to `height` tiles that cover the span, counted from its first tile."""
+        """Yield slices of up to `height` tiles that cover the span.
+
+        Tile 0 is the span's first tile.
+        """
         for at in range(0, self.num_tiles, height):
             yield slice(at, min(at + height, self.num_tiles))
 
 
-# A gain is the deviation of a product with an input of root mean square 1. These gains make an
-# untrained model that depends on its context and does not soon repeat itself: attention is sharp,
-# and adds more than the embedding brought. The bias, shared by a query and its key, becomes under
-# RoPE a preference for near tokens: zeroing the K and V of the last 8 of 4,000 tokens changed the
-# greedy 30 that follow in 9 cases of 9 (3 seeds, 3 pieces of source code), and without it in 3.
+# A gain is the standard deviation of a product with an input of root mean square 1. With these
+# gains the untrained model depends on its context and does not soon repeat itself. The bias, shared
+# by a query and its key, becomes under RoPE a preference for near tokens: zeroing the K and V of
+# the last 8 of 4,000 tokens changed the 30 greedy tokens that follow in 9 cases of 9, and in 3
+# without the bias.
 _EMBEDDING_GAIN = 1.0
 _QUERY_KEY_GAIN = 2.0
 _QUERY_KEY_BIAS = 3.0
@@ -325,11 +328,11 @@ PANEL = 64
 def in_panels(matrix: Floats) -> Floats:
     """Return a matrix [a, b] cut into panels of PANEL columns, [b / PANEL, a, PANEL].
 
-    A product of TILE rows with a panel takes a third of the time of the same part of a product with
-    the whole matrix, because OpenBLAS packs large matrices before it multiplies.
+    Multiplying TILE rows by panels takes a third of the time of multiplying them by the whole
+    matrix, which OpenBLAS packs first.
 
     Returns:
-        The matrix as it is, if PANEL does not divide b.
+        The panels; the matrix itself, if PANEL does not divide b.
     """
     rows, columns = matrix.shape
     if columns % PANEL:
@@ -340,8 +343,8 @@ def in_panels(matrix: Floats) -> Floats:
 def multiply(tiles: Floats, weight: Floats, xp: ModuleType) -> Floats:
     """Return the product of each tile with a matrix, [num_tiles, TILE, b].
 
-    Each product is computed by itself for each tile, or each tile and panel, so that its bits do
-    not depend on the number of tiles.
+    Each tile (and panel) is multiplied separately, so that the bits of a product do not depend on
+    the number of tiles.
 
     Args:
         tiles: [num_tiles, TILE, a].
@@ -360,9 +363,8 @@ def multiply(tiles: Floats, weight: Floats, xp: ModuleType) -> Floats:
 def make_weights(config: ModelConfig) -> Weights:
     """Return the weights that follow from `config.seed`, as NumPy arrays.
 
-    The weights are made from raw words of the generator PCG64 with exact float32 arithmetic only.
-    NumPy keeps the words of a seed the same in all versions, but not the results of its
-    distributions.
+    They are made from raw words of the generator PCG64 with exact float32 arithmetic, since NumPy's
+    distributions may change from version to version.
     """
     draw = _Uniform(config.seed)
     embedding = draw.array(VOCAB_SIZE, config.hidden, deviation=_EMBEDDING_GAIN)
@@ -392,7 +394,7 @@ def _make_layer(config: ModelConfig, draw: _Uniform) -> LayerWeights:
 
 
 class _Uniform:
-    """A stream of random numbers with a uniform distribution around zero.
+    """A stream of pseudo-random numbers, uniformly distributed around zero.
 
     Args:
         seed: Seed of the stream.
@@ -404,13 +406,10 @@ class _Uniform:
     def array(self, rows: int, columns: int, *, deviation: float) -> Floats:
         """Return the next numbers of the stream, float32 [rows, columns].
 
-        Args:
-            rows: Number of rows.
-            columns: Number of columns.
-            deviation: Standard deviation of the numbers.
+        `deviation` is their standard deviation.
         """
         words = self._bits.random_raw(rows * columns).reshape(rows, columns)
-        top = (words >> np.uint64(40)).astype(np.float32)  # 24 bits: exact in a float32
+        top = (words >> np.uint64(40)).astype(np.float32)  # 24 bits are exact in a float32
         unit = top * np.float32(2.0**-23) - np.float32(1)
         scaled: Floats = unit * np.float32(deviation * math.sqrt(3))
         return scaled
@@ -418,10 +417,7 @@ class _Uniform:
     def matrix(self, rows: int, columns: int, gain: float) -> Floats:
         """Return a random matrix, float32 [rows, columns], from the next numbers of the stream.
 
-        Args:
-            rows: Number of rows.
-            columns: Number of columns.
-            gain: Standard deviation of its product with a vector of root mean square 1.
+        `gain` is the standard deviation of its product with a vector of root mean square 1.
         """
         return self.array(rows, columns, deviation=gain / math.sqrt(rows))
 
@@ -435,9 +431,9 @@ class RankHeads:
 
     Attributes:
         layout: Layout of the rank's planes.
-        kv_heads: KV heads of which the rank holds K and V.
-        rows: The rank's part of the query rows of each such head, group * TILE rows in all, where
-            group is the number of query heads per KV head.
+        kv_heads: KV heads whose keys and values the rank holds.
+        rows: The rank's query rows for each such KV head, out of group * TILE rows, where group is
+            the number of query heads for each KV head.
     """
 
     layout: Layout
@@ -455,7 +451,7 @@ def split_heads(config: ModelConfig, block_size: int, num_ranks: int) -> tuple[R
 
     Args:
         config: Sizes of the model.
-        block_size: Tokens per block.
+        block_size: Number of tokens of a block.
         num_ranks: Number of ranks.
 
     Raises:
@@ -480,17 +476,17 @@ def split_heads(config: ModelConfig, block_size: int, num_ranks: int) -> tuple[R
     return tuple(heads)
 
 
-_HOST_STACK_TILES = 64  # bounds temporaries: 64 tiles make 1 MiB of gate and up at ffn = 128
+_HOST_STACK_TILES = 64  # limits temporary memory: 64 tiles need 1 MiB for gate and up at ffn = 128
 
 
 class ReferenceModel:
     """A transformer that keeps K and V only in the planes that are passed to each call.
 
-    The model has no state of a sequence, so several threads may call it at the same time.
+    The model has no state of a sequence. Thread-safe.
 
     Args:
         config: Sizes of the model.
-        block_size: Tokens per block of the planes, any positive number.
+        block_size: Number of tokens of a block of the planes, any positive number.
         xp: The planes' array module, NumPy or CuPy; CuPy's current stream does all the work.
         tensor_parallel: Number of ranks that share the heads; the result is the same in every bit.
             Each rank attends over its own planes.
@@ -547,8 +543,8 @@ class ReferenceModel:
                 layers are written.
 
         Returns:
-            float32 [vocab_size] in host memory, computed; -inf for tokens that the built-in model
-                may not generate (see PRINTABLE).
+            float32 [vocab_size] in host memory, ready to read; -inf for tokens that the built-in
+                model may not generate (see PRINTABLE).
 
         Raises:
             BadRequestError: tokens, start or block_table is not valid; nothing was written.
@@ -606,10 +602,9 @@ class ReferenceModel:
     ) -> tuple[Floats, Floats, Floats]:
         """Return scaled queries, and the keys and values of the span's tokens.
 
-        Returns:
-            Queries [num_tiles, num_kv_heads, group * TILE, head_dim]: for each KV head, the TILE
-                tokens of its first query head, then those of its second, and so on. Keys and values
-                [n, num_kv_heads, head_dim].
+        Queries are [num_tiles, num_kv_heads, group * TILE, head_dim]: for each KV head, the TILE
+        tokens of its first query head, then those of its second, and so on. Keys and values are [n,
+        num_kv_heads, head_dim].
         """
         c, xp = self.config, self._xp
         grouped = (span.num_tiles, c.num_kv_heads, self._group * TILE, c.head_dim)
@@ -631,11 +626,7 @@ class ReferenceModel:
         return queries, keys.reshape(flat)[span.live], values.reshape(flat)[span.live]
 
     def _attend(self, queries: Floats, keys: Floats, values: Floats, span: Span) -> Floats:
-        """Return the attention of some KV heads' queries, in the shape of `queries`.
-
-        Each row is the mean of the values that its query sees, weighted by the softmax of its
-        scores.
-        """
+        """Return the attention of some KV heads' queries, in the shape of `queries`."""
         c, xp = self.config, self._xp
         chunked = (len(keys), -1, CHUNK, c.head_dim)
         key_chunks, value_chunks = keys.reshape(chunked), values.reshape(chunked)
@@ -715,7 +706,8 @@ def check_tokens(tokens: npt.NDArray[np.integer], start: int, config: ModelConfi
         config: Sizes of the model.
 
     Raises:
-        BadRequestError: A token is not in the vocabulary, or a position is beyond the model's.
+        BadRequestError: A token is not in the vocabulary, or a position is above the model's
+            largest.
     """
     if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
         raise BadRequestError("tokens must be a list of at least one integer")
@@ -731,13 +723,13 @@ def check_tokens(tokens: npt.NDArray[np.integer], start: int, config: ModelConfi
 def used_blocks(
     block_table: npt.NDArray[np.integer], *, num_tokens: int, block_size: int, num_blocks: int
 ) -> npt.NDArray[np.int64]:
-    """Check a block table, and return the blocks of the first tokens, int64 [n].
+    """Check a block table, and return the blocks of the first `num_tokens` tokens, int64 [n].
 
     Args:
         block_table: The block ids of the sequence, in order.
         num_tokens: Number of tokens.
-        block_size: Tokens per block.
-        num_blocks: Blocks of the planes.
+        block_size: Number of tokens of a block.
+        num_blocks: Number of blocks of the planes.
 
     Raises:
         BadRequestError: The table is too short, or an id is out of range or repeated.
@@ -760,8 +752,7 @@ def used_blocks(
 class Rope:
     """Cosines and sines of every position, in memory of `xp` (NumPy or CuPy).
 
-    The numbers are computed once, in float64 on the host, so that the row of a position never
-    depends on a call.
+    They are computed once, in float64 on the host, so that they do not depend on a call.
 
     Args:
         config: Sizes of the model.
@@ -777,7 +768,7 @@ class Rope:
         self._sin: Floats = xp.asarray(np.sin(angles).astype(np.float32))
 
     def turn(self, heads: Floats, *, first_tile: int) -> Floats:
-        """Return `heads` with pairs (i, i + head_dim / 2) turned by the angles of their position.
+        """Return `heads` with pairs (i, i + head_dim / 2) rotated by the angles of their position.
 
         Args:
             heads: [num_tiles, TILE, num_heads, head_dim].
