@@ -99,7 +99,8 @@ def moving(device: CudaDevice, num_slots: int, reps: int) -> list[Row]:
                     gib = num_slots * LAYOUT.block_bytes / GIB
                     start = ranks.start_loads if way == "load" else ranks.start_saves
                     kind_of_plan: Kind = "load" if way == "load" else "offload"
-                    plan = Plan.of(next(numbers), kind_of_plan, source, target)
+                    packed = source.tobytes(), target.tobytes()
+                    plan = Plan(next(numbers), kind_of_plan, *packed)
                     began = time.perf_counter()
                     start(plan)
                     called = time.perf_counter() - began

@@ -183,14 +183,13 @@ async def _of_engines(
             other_groups=sizes.other_groups(),
         )
         async with service.running():
-            side = await sizes.open(service, settings)
+            side = HostSide(service, sizes, settings)
             yield side
             await side.give_back()
 
     async with opened() as side:
         empty = await figures.of(f"lookup of a miss, {end}", side.promise(prompt, None, 30.0))
         await side.free(empty)
-        await figures.of(f"count of a miss, {end}", side.count(prompt))
         names = [[at.to_bytes(8, "big") for at in range(num_blocks)] for _ in groups]
         named = side.promise(_prompt(num_tokens), None, 30.0, None, names)
         await side.free(await figures.of(f"lookup of a miss with names, {end}", named))

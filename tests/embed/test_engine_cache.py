@@ -525,25 +525,6 @@ def test_another_salt_is_another_prompt_also_under_the_same_key() -> None:
         assert ask(lambda: on.cache.lookup("b", salted)) == Found(0)
 
 
-def test_a_plan_counts_once_every_rank_has_reported_it() -> None:
-    tokens = tokens_of(BLOCK)
-    rules = CacheSettings(block_size=BLOCK)
-    with EngineCache(
-        fingerprint(), [GQA], host_bytes=16 * GQA.block_bytes, cache=rules, num_ranks=2
-    ) as cache:
-        prompt = Prompt(pack(tokens), BLOCK)
-        plan = cache.save("a", prompt, [[3]])
-        assert plan is not None
-        assert cache.poll([Finished(plan.number, 0)]).saved == []
-        assert cache.fence([3]) == (3,)
-        assert cache.poll([Finished(plan.number, 1)]).saved == ["a"]
-        plan = cache.save("b", Prompt(pack(tokens_of(BLOCK, 2)), BLOCK), [[4]])
-        assert plan is not None
-        cache.poll([Finished(plan.number, 0, "it broke"), Finished(plan.number, 1)])
-        assert ask(lambda: cache.lookup("c", prompt)) == Found(BLOCK)
-        assert ask(lambda: cache.lookup("d", Prompt(pack(tokens_of(BLOCK, 2)), BLOCK))) == Found(0)
-
-
 def test_what_cannot_be_is_refused_in_the_caller_s_thread() -> None:
     with engine() as on:
         prompt = on.prompt(tokens_of(2 * BLOCK + 1))

@@ -62,7 +62,7 @@ async def engine_side(redis: RedisServer) -> AsyncIterator[HostSide]:
     store = open_store(redis.url, PATIENT, SystemClock())
     service = Service(CpuDevice(), sizes.fingerprint, sizes.settings(cache), HANDOFF, store)
     async with service.running():
-        side = await sizes.open(service, EngineCacheSettings())
+        side = HostSide(service, sizes, EngineCacheSettings())
         yield side
         await side.give_back()
 

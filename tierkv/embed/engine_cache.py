@@ -127,7 +127,6 @@ class LocalHost:
         build: makes the service, on the thread.
         sizes: cache groups and numbers of host slots.
         settings: limits of the host tier.
-        embed: limits of the thread.
     """
 
     def __init__(
@@ -135,10 +134,9 @@ class LocalHost:
         build: Callable[[], Service],
         sizes: HostSizes,
         settings: EngineCacheSettings,
-        embed: EmbedSettings,
     ) -> None:
         self.life: int | None = None  # none: the memory of ranks comes from this process
-        self._thread = ServiceThread(build, embed)
+        self._thread = ServiceThread(build, EmbedSettings(max_calls=_MAX_CALLS))
         self.calls = self._thread.exchange
         self._sizes = sizes
         self._settings = settings
@@ -164,7 +162,11 @@ class LocalHost:
         """
         self._thread.open()
         sizes, settings = self._sizes, self._settings
-        opening = self._thread.run("begin", lambda service: sizes.open(service, settings))
+
+        async def begin(service: Service) -> HostSide:
+            return HostSide(service, sizes, settings)
+
+        opening = self._thread.run("begin", begin)
         try:
             self._side: HostSide = opening.wait(_CLOSE_S)
         except BaseException:  # Ctrl-C too: `close` is not called after a failed `open`
@@ -190,17 +192,6 @@ class LocalHost:
         """
         work = partial(method, self._side, *args, **named)
         return self.calls.submit(method.__name__, "", work)
-
-    def poll(self) -> list[Call[Any]]:
-        """Return each answered call once, except calls whose `result` was read."""
-        return self.calls.poll()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds until `poll` has a call to return.
-
-        Return True if it has.
-        """
-        return self.calls.wait(timeout_s)
 
     def take_events(self) -> list[CacheEvent]:
         """Return the events of cached blocks since the last call."""
@@ -372,11 +363,9 @@ class EngineCache:
         store: Callable[[], Store | None] = lambda: None,
         planes: WorkerPlanes | None = None,
         ranks: RankSocket | None = None,
-        num_ranks: int = 1,
         settings: EngineCacheSettings | None = None,
         handoff: HandoffSettings | None = None,
         storage: StorageOptions | None = None,
-        embed: EmbedSettings | None = None,
         kv_events: EventsSection | None = None,
         name: str = "tierkv",
     ) -> None:
@@ -395,11 +384,9 @@ class EngineCache:
             planes: device blocks of a rank in this process; `poll` then collects the rank's
                 reports.
             ranks: socket that gives ranks in other processes their host slots.
-            num_ranks: number of ranks that report each plan; ignored with `ranks`.
             settings: limits of the host tier.
             handoff: settings of tickets.
             storage: options of the storage tier.
-            embed: limits of the service's thread.
             kv_events: addresses that events of cached blocks are published at, with the engine's
                 own hashes if it passes them as external ids.
             name: name of this node.
@@ -416,6 +403,7 @@ class EngineCache:
         main = self.groups[self._main]
         is_alone = len(self.groups) == 1 and main.kind is GroupKind.FULL
         shards: Sequence[Layout] = ()
+        num_ranks = 1 if ranks is None else ranks.num_ranks
         if ranks is not None:
             shards = _slices_of(main.layout, ranks.shards(0), storage) if is_alone else ()
             if shards:
@@ -426,7 +414,6 @@ class EngineCache:
                     "planes cannot be combined with ranks: a rank in this process "
                     "connects to the socket as every other rank does"
                 )
-            num_ranks = ranks.num_ranks
         if (
             len(self.groups) > 1
             and storage is not None
@@ -459,8 +446,7 @@ class EngineCache:
                     kv_events=kv_events,
                 )
 
-            limits = embed or EmbedSettings(max_calls=_MAX_CALLS)
-            self._host: LocalHost | NodeHost = LocalHost(build, sizes, self.settings, limits)
+            self._host: LocalHost | NodeHost = LocalHost(build, sizes, self.settings)
         else:
             self._host = node
         self._planes = planes
@@ -1065,7 +1051,7 @@ class EngineCache:
             self._fail_lost(lost)
         self._keep_copied()
         self._collect_reserve()
-        for call in self._host.poll():
+        for call in self._host.calls.poll():
             if call in self._jobs:
                 self._job_ended(call)
         polled, self._polled = self._polled, Polled()
@@ -1092,7 +1078,7 @@ class EngineCache:
         Returns:
             True if a call has been answered.
         """
-        return self._host.wait(timeout_s)
+        return self._host.calls.wait(timeout_s)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Record the engine's speed, which decides between fetching and computing.

@@ -347,18 +347,6 @@ class NodeHost:
 
         return self.calls.submit(name, "", frame)
 
-    def poll(self) -> list[Call[Any]]:
-        """Return each answered call once, except calls whose `result` was read."""
-        return self.calls.poll()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` has a call to return, or for `timeout_s` seconds.
-
-        Returns:
-            True if `poll` has a call to return.
-        """
-        return self.calls.wait(timeout_s)
-
     def take_events(self) -> list[CacheEvent]:
         """Refuse the call: the events belong to the node, since all engines share its blocks.
 
@@ -879,7 +867,7 @@ class ExternalEngines:
     async def running(self, service: Service) -> AsyncIterator[None]:
         """Serve engines in the body; `service` has the host tier and the store."""
         settings = EngineCacheSettings()
-        self._side = await self.sizes.open(service, settings)
+        self._side = HostSide(service, self.sizes, settings)
         async with self._listener.serving(self._side, self.sizes, settings):
             yield
         await self._side.give_back()

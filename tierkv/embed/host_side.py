@@ -38,7 +38,7 @@ from tierkv.cache.index import Lease
 from tierkv.cache.keys import TOKEN_BYTES, Fingerprint, Prompt, StoredKey
 from tierkv.cache.layout import Layout
 from tierkv.cache.node import CopyState, Ids, Tier, TreeNode
-from tierkv.config import all_above_zero
+from tierkv.config import all_above_zero, all_at_least_one
 from tierkv.embed.group_tier import GroupLookup, GroupTier, group_fingerprint
 from tierkv.embed.host_names import HostNames
 from tierkv.errors import (
@@ -74,6 +74,7 @@ _MORE_ASKED = 4  # factor by which each further question is larger
 _ALL_ASKED = 1024  # blocks of all groups up to which a prompt is asked for whole
 _SESSION = "session:"  # before a session's id, in the name of its pin
 _MAX_SESSIONS = 10_000
+_MAX_EVENTS = 4096  # that wait to be read
 _MIN_NAMES = 65_536  # engine's names of blocks that are remembered, at least
 
 
@@ -85,22 +86,21 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             yet.
         promise_ttl_s: seconds that found blocks are held for a load.
         save_blocks: number of host slots kept ready for saves.
-        max_events: number of events that may wait to be read.
         event_tokens: events carry the tokens of blocks, which are the content of prompts.
     """
 
     max_promised: float = 0.5
     promise_ttl_s: float = 30.0
     save_blocks: int = 256
-    max_events: int = 4096
     event_tokens: bool = False
 
     def __post_init__(self) -> None:
         all_above_zero("engine_cache", self, "max_promised", "promise_ttl_s")
-        if self.max_promised > 1 or min(self.save_blocks, self.max_events) < 1:
+        all_at_least_one("engine_cache", self, "save_blocks")
+        if self.max_promised > 1:
             raise ConfigError(
-                "engine_cache: max_promised must be a share in 0..1, and save_blocks and "
-                "max_events at least 1"
+                f"engine_cache.max_promised is {self.max_promised}, and a share is at most 1: "
+                "lower it"
             )
 
 
@@ -229,25 +229,6 @@ class HostSizes:
             for number, group in enumerate(self.groups)
             if number != self.indexed
         ]
-
-    async def open(self, service: Service, settings: EngineCacheSettings) -> HostSide:
-        """Return the host side of a running service. Must be called on the service's loop.
-
-        Args:
-            service: the service, made with these sizes.
-            settings: limits of promises, saves and events.
-        """
-        side = HostSide(
-            service,
-            self.groups,
-            main=self.indexed,
-            max_promised=[max(int(settings.max_promised * n), 1) for n in self.num_slots],
-            max_reserved=self.max_reserved(settings),
-            max_events=settings.max_events,
-            event_tokens=settings.event_tokens,
-        )
-        side.begin(service)
-        return side
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,38 +386,27 @@ class _Bringing:
 class HostSide:
     """The service's side of an engine's cache; `EngineCache` calls it.
 
+    Must be made on the service's loop.
+
     Args:
-        service: the service, which has the index, the host slots and the store.
-        groups: the engine's cache groups.
-        main: number of the group in the service's index; None if no group is of full attention.
-        max_promised: by cache group, the largest number of blocks that all promises hold together.
-            A promise of more blocks is made while no other one exists.
-        max_reserved: by cache group, the number of host slots kept ready for saves.
-        max_events: see `EngineCacheSettings`.
-        event_tokens: see `EngineCacheSettings`.
+        service: a running service, made with `sizes`, which has the index, the host slots and the
+            store.
+        sizes: the cache groups, and the number of host slots of each.
+        settings: limits of promises, saves and events.
     """
 
-    def __init__(  # noqa: PLR0913 - bounds
-        self,
-        service: Service,
-        groups: Sequence[CacheGroup],
-        *,
-        main: int | None,
-        max_promised: Sequence[int],
-        max_reserved: Sequence[int],
-        max_events: int,
-        event_tokens: bool,
-    ) -> None:
-        self.max_reserved = max_reserved
+    def __init__(self, service: Service, sizes: HostSizes, settings: EngineCacheSettings) -> None:
+        self.max_reserved: Sequence[int] = sizes.max_reserved(settings)
         self._service = service
-        self._groups = groups
-        self._main = main
+        self._groups = groups = sizes.groups
+        self._main = main = sizes.indexed  # None if no group is of full attention
         others = [number for number in range(len(groups)) if number != main]
         self._tiers = {
             number: GroupTier(service, number, groups[number], memory)
             for number, memory in zip(others, service.groups, strict=True)
         }
-        self._max_promised = max_promised
+        # A promise of more blocks is made while no other one exists.
+        self._max_promised = [max(int(settings.max_promised * n), 1) for n in sizes.num_slots]
         self._promises: set[HostPromise] = set()
         self._promised_blocks = [0] * len(groups)
         self._turn = (
@@ -448,11 +418,18 @@ class HostSide:
         self._reserved_in: dict[tuple[int, int], int] = {}
         self._publishes: dict[int, tuple[PublishStream, SavedPrompt]] = {}
         self._sessions: OrderedDict[str, None] = OrderedDict()  # the one with the last turn last
-        self._max_events = max_events
-        self._event_tokens = event_tokens
         # Names of the index's blocks; None if the engine has no group of full attention.
         self.names = None if main is None else HostNames(main)
         self._listening = ExitStack()
+        events = service.events
+        events.groups, events.indexed = groups, main or 0
+        events.other_blocks = lambda: [run for tier in self._tiers.values() for run in tier.runs()]
+        events.max_names = _MIN_NAMES + 4 * sum(host.num_slots for host in self.slots)
+        subscription = events.subscribe(_MAX_EVENTS, wants_tokens=settings.event_tokens)
+        self._events = self._listening.enter_context(subscription)
+        if self.names is not None:
+            self._listening.enter_context(events.heard_by(self.names))
+        service.flat_blocks = [tier.blocks for tier in self._tiers.values()]
 
     @property
     def slots(self) -> list[HostSlots]:
@@ -461,18 +438,6 @@ class HostSide:
             self._service.host_slots if number == self._main else self._tiers[number].host
             for number in range(len(self._groups))
         ]
-
-    def begin(self, service: Service) -> None:
-        """Start collecting the service's events of cached blocks."""
-        events = service.events
-        events.groups, events.indexed = self._groups, self._main or 0
-        events.other_blocks = lambda: [run for tier in self._tiers.values() for run in tier.runs()]
-        events.max_names = _MIN_NAMES + 4 * sum(host.num_slots for host in self.slots)
-        subscription = events.subscribe(self._max_events, wants_tokens=self._event_tokens)
-        self._events = self._listening.enter_context(subscription)
-        if self.names is not None:
-            self._listening.enter_context(events.heard_by(self.names))
-        service.flat_blocks = [tier.blocks for tier in self._tiers.values()]
 
     def take_events(self) -> list[CacheEvent]:
         """Return the events since the last call, with the engine's names of blocks. Thread-safe."""
