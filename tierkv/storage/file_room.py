@@ -1,7 +1,7 @@
-"""The directory of a file store: the paths of values, unfinished values, and room for new ones.
+"""The directory of a file store: paths of values, unfinished values, and eviction.
 
 Eviction keeps the values within the store's capacity, and a part of the disk free. The blocks of a
-prompt are written and used together; eviction removes the prompt's last blocks first, as the first
+prompt are written and used together; the prompt's last blocks are evicted first, because the first
 ones are useful without them.
 """
 
@@ -40,29 +40,26 @@ _ABOVE_VALUES = re.compile(r"[^/]+(/[0-9a-f]){0,2}")
 def relative_path(name: str) -> tuple[str, ...]:
     """Return the path of the value called `name`, as its parts below the store's directory.
 
-    Values are spread over 256 directories at the end of two levels: with a million values, 4,000
-    files in each.
+    Values are spread over 256 directories on two levels: of a million values, 4,000 files are in
+    each.
 
         a:b:c:d     ->  a,b / 7 / e / c,d          a directory per prefix, fan-out, leaf
         a:b         ->  a / 0 / 3 / b
         a           ->  , / 9 / c / a
 
-    A field of a name starts with a letter or digit and holds no comma and no slash. No part of a
-    path is therefore "." or "..", no two names share a path, and the store's own names (which start
-    with a dot) are never the path of a value. A name is short enough for each part to be one file
-    name.
+    Fields of names start with a letter or digit and contain no comma, plus or slash. Therefore no
+    part of a path is "." or "..", no two names have one path, and no value has the path of the
+    store's own files, which start with a dot. A leaf that is too long for one file name continues
+    in a directory whose name ends with a plus.
 
     Raises:
-        BadRequestError: the name is not one a store accepts.
+        BadRequestError: stores do not accept the name.
     """
     return _path_of(check_name(name))
 
 
 def _path_of(name: str) -> tuple[str, ...]:
-    """Return the path of a name without checking the name.
-
-    That takes 8 us; listings do it for every file.
-    """
+    """Return the path of a name that is known to be valid; listings call this for every file."""
     fields = name.split(":")
     group, leaf = fields[: min(2, len(fields) - 1)], fields[min(2, len(fields) - 1) :]
     spread = f"{zlib.crc32(name.encode()) & 0xFF:02x}"
@@ -70,7 +67,10 @@ def _path_of(name: str) -> tuple[str, ...]:
 
 
 def name_of(path: tuple[str, ...]) -> str | None:
-    """Return the name of a path, the inverse of `relative_path`; None if no name has this path."""
+    """Return the name of the value at `path` (see `relative_path`).
+
+    None if there is no such name.
+    """
     if len(path) != 4:  # noqa: PLR2004 - group, two levels of fan-out, leaf
         return None
     group = "" if path[0] == _NO_GROUP else path[0] + ":"
@@ -87,13 +87,12 @@ def walk(
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Yield the name and the directory entry of each value under `prefix`, in the order of paths.
 
-    Directories that cannot hold such a value are not read. Files that are no values, files and
-    directories that another user keeps private, and entries that vanish during the walk are
-    skipped.
+    Directories that cannot hold such a value are not read. Other files, private files and
+    directories of other users, and entries that vanish during the walk are skipped.
 
     Args:
         root: the store's directory.
-        prefix: prefix of the names.
+        prefix: start of the names.
         after: yield only values whose path, in parts, sorts after this one; () for all values.
         when_empty: called with the path of each empty directory that the store has made.
 
@@ -108,10 +107,7 @@ def walk(
 
 
 class Listing:
-    """The listings of a store's directory, and the times of its files.
-
-    Methods block, and are safe from several threads.
-    """
+    """Listings of a store's directory, and the times of its files. Methods block. Thread-safe."""
 
     def __init__(self, root: Path, clock: Clock) -> None:
         self._root = root
@@ -120,15 +116,14 @@ class Listing:
     def page(self, prefix: str, limit: int, cursor: str | None) -> ListPage:
         """Return one page of values, in the order of their paths.
 
-        The cursor of a page is the path of its last value.
-
         Args:
-            prefix: prefix of the names.
-            limit: most values of the page.
-            cursor: cursor of the page before, None for the first page.
+            prefix: start of the names.
+            limit: largest number of values in the page.
+            cursor: `cursor` of the previous page, which is the path of its last value; None for the
+                first page.
 
         Raises:
-            BadRequestError: the cursor is not one of this store.
+            BadRequestError: the cursor does not belong to this store.
             StoreUnavailableError: the directory cannot be read.
         """
         after = () if cursor is None else tuple(cursor.split("/"))
@@ -160,18 +155,15 @@ class Listing:
         return expires_at is not None and expires_at <= self._clock.wall()
 
     def seconds_unused(self, status: os.stat_result) -> float:
-        """Return the seconds since the last use; infinite if the last use lies in the future.
-
-        A use in the future means that the clock was set back.
-        """
+        """Return the seconds since the last use of a file; infinite if the clock was set back."""
         unused_s = self._clock.wall() - status.st_atime
         return unused_s if unused_s > -USE_GRAIN_S else math.inf
 
     def eviction_order(self, status: os.stat_result) -> tuple[bool, float, float]:
-        """Return the key by which files are sorted for eviction; the lowest is evicted first.
+        """Return a sort key for eviction: the file with the lowest key is evicted first.
 
-        Expired values come first, then the least recently used. Among values last used in the same
-        minute those written last come first.
+        Expired values come first, then the least recently used. Of values last used in the same
+        minute, the one written last comes first.
         """
         is_live = not self.is_expired(status)
         used_at = 0.0 if math.isinf(self.seconds_unused(status)) else status.st_atime
@@ -183,7 +175,7 @@ def _expires_at(status: os.stat_result) -> float | None:
 
 
 def sentence(subject: str, error: OSError) -> str:
-    """Return "subject: the system's words for the error".
+    """Return "subject: the system's text for the error".
 
     Args:
         subject: the name of a value, or "the directory".
@@ -222,7 +214,7 @@ def _values(
 
 
 def _leads_to_values(path: tuple[str, ...]) -> bool:
-    """Return True if the directory `path` can be above a value: a group or a level of fan-out."""
+    """Return True if the directory `path` can have values below it: it is part of a name's path."""
     return _ABOVE_VALUES.fullmatch("/".join(path)) is not None
 
 
@@ -235,10 +227,7 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _is_directory(group: os.DirEntry[str]) -> bool:
-    """Return True if `group` is a directory, or a link to one.
-
-    An operator may have moved a model's directory to another disk and left a link.
-    """
+    """Return True if `group` is a directory, or a link to one that an operator has made."""
     try:
         return group.is_dir()
     except OSError:  # such as a link to itself
@@ -246,10 +235,7 @@ def _is_directory(group: os.DirEntry[str]) -> bool:
 
 
 def _may_hold(group: str, prefix: str) -> bool:
-    """Return True if the directory `group` can hold values with names that start with `prefix`.
-
-    A directory that the store has not made holds none.
-    """
+    """Return True if the directory `group` can have values with names that start with `prefix`."""
     if group == _NO_GROUP:
         return True
     if not group[0].isalnum():  # such as .writers
@@ -271,24 +257,23 @@ WRITE_REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 class Scratch:
     """This process's directory for unfinished values, below the store's `root`.
 
-    `close` removes the directory; if the process dies, the next process removes it. All methods
-    block. `new_path` and `renew` are safe from several threads.
+    `close` removes the directory; if the process dies, the next process removes it. Methods block;
+    `new_path` and `renew` are thread-safe.
 
         .writers / 3f9c... / lock       locked by the kernel for as long as the process lives
                            / 0, 1, ...  values being written
                            / added      see `UsedBytes`
 
     The directory is on the same file system as the values, so a rename makes a value visible at
-    once. Leftovers of a dead process lie in its own directory and are removed without a look at
-    every value. A lock, unlike a process id, distinguishes dead from living processes between
-    containers and after process ids are reused.
+    once. A lock, unlike a process id, tells dead from living processes even between containers and
+    after ids are reused.
     """
 
     def __init__(self, root: Path) -> None:
         """Remove directories of dead processes, then make this process's directory.
 
-        If the disk takes no writes now, its values can still be read: no directory is made,
-        `refused` holds the error, and `renew` makes the directory later.
+        If the disk accepts no writes, values can still be read: no directory is made, `refused` has
+        the error, and `renew` makes the directory later.
 
         Raises:
             OSError: the directory cannot be made or read.
@@ -317,7 +302,7 @@ class Scratch:
         return self._directory
 
     def time(self) -> float | None:
-        """Return the time of the machine that keeps the files, in Unix seconds; None if unknown."""
+        """Return the Unix time of the machine that keeps the files; None if unknown."""
         if self._lock_fd is None:
             return None
         try:
@@ -334,8 +319,8 @@ class Scratch:
         """Make another directory if this one was removed, for example together with all values.
 
         Raises:
-            OSError: the directory cannot be made. Also if it would be on another file system: then
-                the disk of the values is not mounted, and the values still exist.
+            OSError: the directory cannot be made, or would be on another file system: the disk of
+                the values is not mounted then.
         """
         with self._renewing:
             if os.path.exists(self._directory / _LOCK):
@@ -380,10 +365,7 @@ def _make(writers: Path) -> tuple[Path, int]:
 
 
 def _lock(directory: Path) -> int | None:
-    """Lock a directory's lock file and return its descriptor.
-
-    The result is None if another process has locked the file or removed the directory.
-    """
+    """Lock a directory's lock file; return its descriptor, None if another process has the lock."""
     try:
         fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
@@ -420,12 +402,11 @@ def _clear(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
-    """Hold the lock of a directory against other threads and processes. Blocks.
+    """Hold a lock on a directory, against other threads and processes, during the body. Blocks.
 
     Args:
         directory: path of the directory.
-        waits: False raises BlockingIOError if another holds the lock, as that process may be
-            frozen.
+        waits: False to raise BlockingIOError if another process or thread has the lock.
 
     Raises:
         OSError: the directory cannot be locked.
@@ -470,16 +451,16 @@ _File = tuple[bool, float, float, int, str]
 
 
 class Room:
-    """The room for values, made by eviction. Methods block and are safe from several threads.
+    """The room for values, made by eviction. Methods block. Thread-safe.
 
     Processes that share a directory evict one at a time.
 
     Args:
         root: the store's directory.
         used: counts the bytes of all values.
-        capacity_bytes: most bytes of all values; None for no limit.
+        capacity_bytes: largest total size of all values; None for no limit.
         min_free_bytes: bytes of the file system to keep free.
-        order: sort key of a file; the file with the smallest key is evicted first.
+        order: returns the sort key of a file; the file with the lowest key is evicted first.
     """
 
     def __init__(
@@ -500,14 +481,14 @@ class Room:
         self.num_evictions = 0  # evictions that removed something
 
     def make(self, num_bytes: int, remove: Callable[[str], bool]) -> str:
-        """Evict values until `num_bytes` more fit, and count these bytes as added.
+        """Evict values until `num_bytes` more bytes fit, and count these as added.
 
         Args:
             num_bytes: size of the new value.
             remove: removes the file at a path and returns True if there was one.
 
         Returns:
-            "" if the bytes fit, else the reason why not.
+            "" if the bytes fit, otherwise the reason why not.
 
         Raises:
             OSError: the directory cannot be read.
@@ -531,15 +512,15 @@ class Room:
         return self._capacity_bytes is not None and num_bytes > self._capacity_bytes
 
     def make_more(self, num_bytes: int, num_evictions: int, remove: Callable[[str], bool]) -> bool:
-        """Evict a share of the values after the disk refused a value for which there is room.
+        """Evict a share of the values after the disk refused a value that seemed to fit.
 
-        The disk is then out of inodes, or has a quota. With min_free_bytes 0 nothing is evicted,
-        since the disk may then be used until it refuses.
+        This happens if the disk has no inodes left, or a quota. With min_free_bytes 0 nothing is
+        evicted, because the disk may then be used until it refuses.
 
         Args:
             num_bytes: size of the refused value.
-            num_evictions: the attribute `num_evictions` before the refusal. If it has changed
-                since, another thread has evicted, and nothing more is evicted.
+            num_evictions: `self.num_evictions` before the write that was refused. If it has
+                changed, another thread has evicted values, and no more are evicted.
             remove: removes the file at a path and returns True if there was one.
 
         Returns:
@@ -555,12 +536,12 @@ class Room:
             return num_evictions != self.num_evictions
 
     def removed(self, num_bytes: int) -> None:
-        """Count `num_bytes` bytes as removed; also for a value that was counted and not written."""
+        """Count `num_bytes` bytes as removed, or as not written after `make` has counted them."""
         with self._lock:
             self._add(-num_bytes)
 
     def forget_size(self) -> None:
-        """Forget the measured bytes of all values; the next write measures them again."""
+        """Forget the measured total size of all values; the next write measures it again."""
         with self._lock:
             self._used.forget()
 
@@ -581,7 +562,7 @@ class Room:
         return used is not None and used + num_bytes <= self._capacity_bytes
 
     def _lacking_bytes(self, num_bytes: int) -> int:
-        """Return the bytes to free on the disk for `num_bytes` more above `min_free_bytes`."""
+        """Return the bytes to free so that `num_bytes` more leave `min_free_bytes` on the disk."""
         if not self._min_free_bytes:
             return 0
         return self._min_free_bytes + num_bytes - self._free_bytes()
@@ -589,16 +570,7 @@ class Room:
     def _evict(
         self, num_bytes: int, remove: Callable[[str], bool], *, is_refused: bool = False
     ) -> bool:
-        """Evict values; return True if `num_bytes` more fit now.
-
-        The answer follows from the bytes removed here. Measuring again would count what other
-        processes have written since, and one refusal stops a node's writes for a second.
-
-        Args:
-            num_bytes: size of the new value.
-            remove: removes the file at a path and returns True if there was one.
-            is_refused: True if the disk has refused the value, whatever its free bytes.
-        """
+        """Evict values; return True if the bytes removed here make room for `num_bytes` more."""
         counts = self._used.counts()
         parts, used = self._list_files()
         self._used.saw(used, counts)
@@ -625,10 +597,9 @@ class Room:
         return freed >= max(over, lacking)
 
     def _list_files(self) -> tuple[list[list[_File]], int]:
-        """Return all files, in sorted lists of at most 1,000, and their total bytes.
+        """Return all files and their total bytes; the files in sorted lists of at most 1,000.
 
-        While a list is sorted or freed no other thread runs: with 200,000 files in one list the
-        event loop stood still for 3 s.
+        Sorting or freeing a list stops all other threads: for 3 s with 200,000 files in one list.
         """
         parts: list[list[_File]] = []
         part: list[_File] = []
@@ -649,16 +620,16 @@ class Room:
 class UsedBytes:
     """The total bytes of the values in one directory, counted by all processes that use it.
 
-    Methods block. Several processes may use them at the same time, several threads may not.
+    Methods block. Use an object from one thread at a time.
 
         .writers / 3f9c... / added      bytes that this process has added since it began
 
-    A look at every file measures the total. From then on the total is that measure and what all
-    processes have added since. When one of the processes ends its count is lost, and the total is
-    unknown until it is measured again.
+    A walk over all files measures the total. From then on the total is the measured one and the
+    bytes that all processes have added since. If one of the processes ends, its count is lost, and
+    the total is unknown until it is measured again.
 
     Args:
-        writers: the directory in which each process has its own.
+        writers: the directory that contains a directory for each process.
         own: returns this process's directory below `writers`.
     """
 
@@ -694,8 +665,8 @@ class UsedBytes:
 
         Args:
             num_bytes: the bytes of all files.
-            counts: the result of `counts` right before the measurement. With it, `total` adds the
-                bytes that have been written since.
+            counts: the result of `counts` just before the measurement. `total` adds the bytes that
+                were written since then.
         """
         self._seen, self._when_seen = num_bytes, counts
 

@@ -221,7 +221,7 @@ class LayeredStore(StoreWrapper):
             self._suspects.clear()
         self._suspects |= near
         if near:
-            with suppress(StoreUnavailableError):  # such as of a disk that may only be read
+            with suppress(StoreUnavailableError):  # for example on a read-only disk
                 await self._near.delete([*near])
         if far:
             await self._far.forget_damaged([*far])

@@ -14,7 +14,7 @@ from tierkv.errors import ConfigError
 
 
 class Config(Protocol):
-    """The type of `mooncake.store.ReplicateConfig`: how a value is kept.
+    """The type of `mooncake.store.ReplicateConfig`: how Mooncake keeps a value.
 
     Attributes:
         replica_num: number of copies.
@@ -28,7 +28,7 @@ class Config(Protocol):
 class MooncakeClient(Protocol):
     """The type of `mooncake.store.MooncakeDistributedStore`. Every call blocks.
 
-    Integers in answers are lengths in bytes or 0 for success; below 0 they are Mooncake's errors.
+    A returned integer is a length in bytes or 0 for success; a negative one is an error number.
     """
 
     def setup(  # noqa: PLR0913, PLR0917 - theirs
@@ -41,10 +41,10 @@ class MooncakeClient(Protocol):
         rdma_devices: str,
         master_server_addr: str,
     ) -> int:
-        """Connect to the master; return 0 or an error.
+        """Connect to the master; return 0 or an error number.
 
         Args:
-            local_hostname: address at which providers reach this client.
+            local_hostname: address at which providers (nodes that lend memory) reach this client.
             metadata_server: URL of a metadata server; "P2PHANDSHAKE" for none.
             global_segment_size: bytes of memory that this client lends to the cluster.
             local_buffer_size: bytes of the client's own buffer.
@@ -56,7 +56,7 @@ class MooncakeClient(Protocol):
     def close(self) -> int: ...
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Register memory with the network card; return 0 or an error.
+        """Register memory with the network card; return 0 or an error number.
 
         Args:
             buffer_ptr: address of the memory.
@@ -66,12 +66,12 @@ class MooncakeClient(Protocol):
     def unregister_buffer(self, buffer_ptr: int) -> int: ...
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
-        """Return for each key 1 if it has a value, 0 if not, or an error."""
+        """Return for each key 1 if it has a value, 0 if not, or an error number."""
 
     def batch_get_into_multi_buffers(
         self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
     ) -> list[int]:
-        """Read each value into its buffers; return its length or an error.
+        """Read each value into its buffers; return the value's length or an error number.
 
         Args:
             keys: names of the values.
@@ -86,45 +86,45 @@ class MooncakeClient(Protocol):
         all_sizes: list[list[int]],
         config: Config,
     ) -> list[int]:
-        """Write each value from its buffers, unless it exists; return 0 or an error for each.
+        """Write each value from its buffers, unless the value exists; return 0 or an error number.
 
         Args:
             keys: names of the values.
             all_buffer_ptrs: addresses of the buffers of each value.
             all_sizes: bytes of these buffers.
-            config: how the values are kept.
+            config: how Mooncake keeps the values.
         """
 
     def put(self, key: str, value: bytes, config: Config) -> int:
-        """Write a value unless it exists; return 0, also if it exists, or an error.
+        """Write a value unless it exists; return 0 (also if it exists) or an error number.
 
         Args:
             key: name of the value.
             value: its bytes, at least one.
-            config: how the value is kept.
+            config: how Mooncake keeps the value.
         """
 
     def upsert(self, key: str, value: bytes, config: Config) -> int:
-        """Write or replace a value; return 0 or an error.
+        """Write or replace a value; return 0 or an error number.
 
         Args:
             key: name of the value.
             value: its bytes, at least one.
-            config: how the value is kept.
+            config: how Mooncake keeps the value.
         """
 
     def get(self, key: str) -> bytes:
-        """Return a value; no bytes if there is none."""
+        """Return a value; b"" if there is none."""
 
     def get_size(self, key: str) -> int:
-        """Return the length of a value, or an error."""
+        """Return the length of a value, or an error number."""
 
     def batch_remove(self, keys: list[str], force: bool) -> list[int]:  # noqa: FBT001
-        """Remove values; return 0 or an error for each.
+        """Remove values; return 0 or an error number for each.
 
         Args:
             keys: names of the values.
-            force: True to remove also a value that was just read and is protected for that.
+            force: True to remove values that are protected because they were just read, too.
         """
 
 
@@ -142,14 +142,15 @@ class SoftPin(Protocol):
     def ENABLE(self) -> object: ...  # noqa: N802
 
 
-# Most pieces of all calls together, and most pieces times the halt below in seconds. A call ends
-# after 60 s, even with pieces under way. With a frozen provider and halts of 2 s, 128 pieces hold a
-# call for 19 s, and 192 for 60 s: 47 of these landed later in buffers that the caller had back.
+# Largest number of pieces (buffers) of all calls together, and the largest product of pieces and
+# `halt_s`. A call ends after 60 s even if bytes are still moving. With a frozen provider and halts
+# of 2 s, 128 pieces hold a call for 19 s, and 192 for 60 s: 47 of these were written later, into
+# buffers that the caller already used again.
 _MAX_PIECES = 128
 _MAX_PIECES_AND_HALTS = 256
 _MIN_PIECES = 2  # pieces of one call: a header and a payload
-# Longest seconds without a byte on a connection to a provider. A call ends after 60 s, and bytes
-# that a frozen provider sends later would land in buffers that are in use again.
+# Largest `halt_s`. A call ends after 60 s, and bytes that a frozen provider sends later would be
+# written into buffers that are in use again.
 _LONGEST_HALT_S = 10.0
 
 
@@ -159,15 +160,15 @@ class MooncakeSettings:
 
     Attributes:
         local_host: the address at which providers reach this node.
-        num_threads: number of calls that read at a time, and of as many that write. A call waits
-            for its bytes in a busy loop and has a core to itself. At most 32, or 6 with the longest
+        num_threads: number of calls that read at the same time; as many others write. A call waits
+            for its bytes in a busy loop and takes a core. At most 32, or 6 with the longest
             connect_timeout_s.
         replicas: number of copies of each value.
         connect_timeout_s: seconds in which the master must be reached and answer, and in which a
-            provider must move a byte (whole seconds, at most 10). The package reads it from the
+            provider must move a byte (whole seconds, at most 10). The package reads them from the
             environment once (MC_RPC_TIMEOUT_MS, otherwise 30 s; MC_TCP_PROGRESS_TIMEOUT_SEC).
         protocol: tcp or rdma.
-        rdma_devices: the devices of rdma, separated by commas.
+        rdma_devices: the devices for rdma, separated by commas.
     """
 
     local_host: str = "127.0.0.1"
@@ -193,22 +194,21 @@ class MooncakeSettings:
 
     @property
     def halt_s(self) -> int:
-        """The seconds for which a provider may move no byte before a call gives up."""
+        """The seconds without a byte from a provider after which a call gives up."""
         return math.ceil(min(self.connect_timeout_s, _LONGEST_HALT_S))
 
     @property
     def is_rdma(self) -> bool:
-        """True for RDMA, which needs registered memory.
+        """True for RDMA, whose network card moves only registered memory.
 
-        An RDMA network card moves bytes of registered memory only. Over TCP no memory is
-        registered, since every host that reaches the client's ports can read and write registered
-        memory.
+        Over TCP no memory is registered, because every host that reaches the client's ports can
+        read and write registered memory.
         """
         return self.protocol == "rdma"
 
     @property
     def max_pieces(self) -> int:
-        """The most buffers in one call of the client; _MAX_PIECES says why there is a limit."""
+        """The largest number of buffers in one call of the client; see _MAX_PIECES."""
         in_flight = min(_MAX_PIECES, _MAX_PIECES_AND_HALTS // self.halt_s)
         return in_flight // (2 * self.num_threads)
 
@@ -216,7 +216,8 @@ class MooncakeSettings:
 def environment(settings: MooncakeSettings) -> dict[str, str]:
     """Return the environment variables that Mooncake's package reads when a client is made.
 
-    Variables that the user has set keep their values.
+    Args:
+        settings: settings of the store.
     """
     limit_s = settings.connect_timeout_s
     halt_s = str(settings.halt_s)

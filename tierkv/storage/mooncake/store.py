@@ -1,10 +1,10 @@
 """The store on Mooncake, a cluster of a master and providers.
 
-Providers lend memory for values; the master knows which provider has a value. Values go between the
-caller's buffers and the providers over TCP or RDMA, without a copy in tierkv. Mooncake has no
-values of no bytes, no times to live (it evicts the least recently used), and no list of values. Its
-calls block and are made in threads; a provider that is frozen holds such a thread, and the caller's
-buffers, for some seconds.
+Providers lend memory for values; the master knows which provider has a value. Values move between
+the caller's buffers and the providers over TCP or RDMA, without a copy in tierkv. Mooncake has no
+empty values, no times to live (it evicts the least recently used values), and no listing. Its calls
+block, so threads make them; a frozen provider holds such a thread, and the caller's buffers, for
+some seconds.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from tierkv.storage.protocol import (
     too_long,
 )
 
-# Scratch for one call's pieces outside the pools: headers, tails and slices of other sizes. Pieces
-# beyond that stay in their place, which works over TCP only.
+# Scratch memory for one call's pieces outside the pools: headers, tails and slices of other sizes.
+# Pieces that exceed it are used in place, which works over TCP only.
 _SCRATCH_BYTES = 4 << 20
 _LOCAL_BUFFER_BYTES = 64 << 20  # Mooncake's own buffer, for values that are read one by one
 _MAX_READS = 10  # reads of a small value that is being replaced
@@ -73,11 +73,11 @@ Pieces = Sequence[memoryview]
 
 
 class MooncakeValues:
-    """The blocking half of the store: values by batch calls of Mooncake's client.
+    """The blocking half of the store: values by batch calls of Mooncake's client. Thread-safe.
 
-    The client is connected from the constructor to `close`. Safe from several threads. A call
-    returns when none of its bytes is under way any more. A provider that is frozen holds one call
-    for `halt_s` seconds; later batches of the same caller then fail at once.
+    The client is connected from the constructor to `close`. When a call returns, none of its bytes
+    is still moving. A frozen provider holds one call for `halt_s` seconds; later batches of the
+    same caller then fail at once.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class MooncakeValues:
             address: host and port of the master.
             url: URL of the store, for errors.
             settings: addresses, protocol, replicas and time limits of the client.
-            pools: the memory that most values lie in on this node, registered for RDMA.
+            pools: the memory on this node that holds most values, to be registered for RDMA.
 
         Raises:
             StoreUnavailableError: the master cannot be reached, or the package cannot be loaded.
@@ -137,7 +137,7 @@ class MooncakeValues:
         self._client.close()
 
     def ping(self) -> None:
-        """Ask the master a question.
+        """Check that the master answers.
 
         Raises:
             StoreUnavailableError: the master does not answer.
@@ -145,7 +145,7 @@ class MooncakeValues:
         self.present(["ping"])  # its `health_check` does not ask the master
 
     def present(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name True if it has a value.
+        """Return for each name True if there is a value.
 
         Raises:
             StoreUnavailableError: the master does not answer.
@@ -159,11 +159,11 @@ class MooncakeValues:
         return [status == 1 for status in statuses]
 
     def _states(self, names: Sequence[str]) -> Sequence[int]:
-        """Return the master's answer for each name: 1 for a value, 0 for none, or an error."""
+        """Return the master's answers: 1 for a value, 0 for none, or an error number."""
         return self._client.batch_is_exist(list(names)) if names else []
 
     def delete(self, names: Sequence[str]) -> int:
-        """Remove values; return the number of those that existed.
+        """Remove values; return how many of them existed.
 
         Raises:
             StoreUnavailableError: the master did not remove a value.
@@ -180,11 +180,11 @@ class MooncakeValues:
         return statuses.count(0)
 
     def batches_to_get(self, items: Sequence[GetItem]) -> list[Sequence[GetItem]]:
-        """Cut `items` into batches, each for one call of `get`."""
+        """Divide `items` into batches, each for one call of `get`."""
         return _batches(items, [len(item.into) for item in items], self._max_pieces)
 
     def batches_to_put(self, items: Sequence[PutItem]) -> list[Sequence[PutItem]]:
-        """Cut `items` into batches, each for one call of `put`."""
+        """Divide `items` into batches, each for one call of `put`."""
         return _batches(items, [len(item.parts) for item in items], self._max_pieces)
 
     def get(self, items: Sequence[GetItem], given_up: Event) -> list[GetOutcome]:
@@ -192,8 +192,8 @@ class MooncakeValues:
 
         Args:
             items: one batch of `batches_to_get`.
-            given_up: shared by all batches of a caller. Set after a batch without an answer, which
-                makes later batches fail at once.
+            given_up: shared by all batches of a caller. Set here if a batch stays without an
+                answer; later batches then fail at once.
         """
         if given_up.is_set():
             return [GetOutcome(GetStatus.FAILED, self._unsent(item.name)) for item in items]
@@ -207,18 +207,9 @@ class MooncakeValues:
     def _read(
         self, names: Sequence[str], rooms: Sequence[Pieces], given_up: Event
     ) -> Sequence[int]:
-        """Fill each room (views that together have a value's length) with the value of its name.
-
-        Args:
-            names: names of the values.
-            rooms: views to fill, for each name.
-            given_up: see `get`.
-
-        Returns:
-            For each name the length of the value, or Mooncake's error number, below 0.
-        """
+        """Read values into buffers of their length; return each length or an error number."""
         landings = [
-            # Too many buffers are replaced by one of their size.
+            # More buffers than a call takes are replaced by one of the same size.
             views
             if len(views) <= self._max_pieces
             else [memoryview(bytearray(sum(map(len, views))))]
@@ -259,10 +250,10 @@ class MooncakeValues:
 
         Args:
             name: name of the value.
-            max_bytes: longest accepted value.
+            max_bytes: largest length that is accepted.
 
         Raises:
-            StoreCorruptError: the value is longer.
+            StoreCorruptError: the value is longer than `max_bytes`.
             StoreUnavailableError: the value cannot be read.
         """
         num_bytes = self._client.get_size(name)
@@ -291,8 +282,8 @@ class MooncakeValues:
     def put(self, items: Sequence[PutItem], given_up: Event) -> list[PutOutcome]:
         """Write values.
 
-        If several callers write one name at the same time, Mooncake answers all of them at once
-        that the value is stored, and one of them sends it.
+        If several callers write one name at the same time, one of them sends the value; Mooncake
+        answers the others at once that the value is stored.
 
         Args:
             items: one batch of `batches_to_put`.
@@ -311,15 +302,7 @@ class MooncakeValues:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _put_one(self, item: PutItem, state: int) -> PutOutcome | None:
-        """Write one value that needs a call of its own, or find that none is needed.
-
-        Args:
-            item: the value.
-            state: the master's answer for its name: 1 for a value, 0 for none, or an error number.
-
-        Returns:
-            The outcome; None for a value that is left to the call for the rest of the batch.
-        """
+        """Write a value in a call of its own if it needs one; None if it is left to the batch."""
         if not item.num_bytes:
             reason = f"{item.name} is empty, and Mooncake stores no empty values"
             return PutOutcome(PutStatus.FAILED, reason)
@@ -370,13 +353,7 @@ class MooncakeValues:
         return config
 
     def _check_slow(self, statuses: Sequence[int], started: float, given_up: Event) -> None:
-        """Set `given_up` if a call without an answer took long: the caller needs its buffers back.
-
-        Args:
-            statuses: Mooncake's answers.
-            started: monotonic seconds at which the call began.
-            given_up: see `get`.
-        """
+        """Set `given_up` if a call without an answer was slow: the caller needs its buffers."""
         is_silent = any(status == _NOT_MOVED or status in _NO_ANSWER for status in statuses)
         if is_silent and time.monotonic() - started >= self._settings.halt_s / 2:
             given_up.set()
@@ -386,11 +363,11 @@ class MooncakeValues:
 
 
 class KnownMemory:
-    """The memory of this node that is registered with Mooncake's client, which RDMA needs.
+    """The memory of this node that is registered with Mooncake's client, as RDMA requires.
 
-    The memory is the node's `pools`, and scratch: room for the bytes of values that lie outside the
-    pools, for `num_users` calls at a time. Without pools nothing is registered, and values are read
-    and written where they lie.
+    The memory consists of the node's `pools`, and of scratch memory for the bytes of values outside
+    the pools, enough for `num_users` calls at a time. Without pools no memory is registered, and
+    values are read and written in place.
     """
 
     def __init__(self, client: MooncakeClient, pools: Pieces, *, num_users: int) -> None:
@@ -471,11 +448,8 @@ def pointer(view: Buffer) -> int:
 def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
     """Check that the master answers, before Mooncake's client connects to it.
 
-    The client would retry for minutes. Its call `setup` also holds Python's global interpreter lock
-    until the master answers: with a frozen master, no Python thread runs for 4 s.
-
-    Raises:
-        OSError: no server listens at the address, or it does not answer.
+    The client would retry for minutes, and with a frozen master its `setup` stops all Python
+    threads for 4 s.
     """
     with socket.create_connection(address, timeout_s) as connection:
         connection.sendall(b"?")  # a master closes a connection after bytes that are no question
@@ -486,13 +460,10 @@ def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
 def _batches(
     items: Sequence[Item], num_pieces: Sequence[int], max_pieces: int
 ) -> list[Sequence[Item]]:
-    """Cut items into the batches of single calls of the client.
+    """Divide items into batches for one call of the client each.
 
-    Args:
-        items: the values of one caller.
-        num_pieces: number of buffers of each item.
-        max_pieces: most buffers of one call. An item with more is moved through one buffer, and
-            counts as one.
+    An item with more than `max_pieces` buffers counts as one piece, because it moves through one
+    buffer.
     """
     batches: list[Sequence[Item]] = []
     first = count = 0
@@ -506,11 +477,6 @@ def _batches(
 
 
 def _load_package() -> Package:
-    """Return Mooncake's package.
-
-    Raises:
-        StoreUnavailableError: the package cannot be loaded.
-    """
     try:
         return cast("Package", importlib.import_module("mooncake.store"))
     except ImportError as error:
@@ -533,13 +499,17 @@ ACCEPTED = "mooncake://master-host:port"
 class MooncakeStore(BaseStore):
     """A `Store` on a Mooncake cluster.
 
-    Values that are replaced (tickets) are softly pinned: Mooncake evicts them last. If several
-    callers put one name at the same time, one sends the value; the others get STORED or EXISTED at
-    once, before the value can be read.
+    Mooncake evicts values that can be replaced (tickets) last. If several callers put one name at
+    the same time, one sends the value; the others get STORED or EXISTED at once, before the value
+    can be read.
     """
 
     def __init__(self, url: str, settings: MooncakeSettings) -> None:
-        """Parse `url`.
+        """Parse `url`; entering `running()` connects.
+
+        Args:
+            url: URL of the master: mooncake://host:port.
+            settings: settings of the client.
 
         Raises:
             ConfigError: the URL names no master.
@@ -556,10 +526,9 @@ class MooncakeStore(BaseStore):
         self._pools: Sequence[memoryview] = ()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
-        """Register `pools` with the network card when the store is opened.
+        """Register `pools` with the network card when the store is opened, if RDMA is used.
 
-        Over RDMA values in other memory fail if they are too long for scratch memory. Over TCP
-        nothing is registered.
+        Over RDMA, values outside the pools fail if they are larger than the scratch memory.
         """
         self._pools = tuple(pools)
 
@@ -614,7 +583,6 @@ class MooncakeStore(BaseStore):
         return [outcome for part in parts for outcome in part]
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        """See `Store.get`."""
         check_name(name)
         values = self._opened()
         return await self._readers.run(lambda: values.get_small(name, max_bytes))
@@ -635,9 +603,11 @@ class MooncakeStore(BaseStore):
         return await self._writers.run(lambda: values.delete(names))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """See `Store.touch`.
+        """Return how many of the values exist; Mooncake has no times to live.
 
-        Only the number of values is returned, since Mooncake has no times to live.
+        Args:
+            names: names of the values.
+            ttl_s: seconds to live; without effect.
         """
         check_ttl(ttl_s)
         return sum(await self.present(names))

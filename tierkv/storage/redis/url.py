@@ -55,10 +55,10 @@ class RedisUrl:
     """A parsed URL of a Redis store.
 
     Attributes:
-        setup: one server, sentinels, or a cluster.
-        addresses: the server, the sentinels, or some nodes of the cluster.
+        setup: one server, Sentinels, or a cluster.
+        addresses: the server, the Sentinels, or some nodes of the cluster.
         db: number of the database.
-        service: the sentinels' name for the master; "" otherwise.
+        service: the Sentinels' name for the master; "" otherwise.
     """
 
     setup: Setup
@@ -89,7 +89,8 @@ def parse_redis_url(url: str) -> RedisUrl:
     """Parse a URL of a Redis store.
 
     Raises:
-        ConfigError: the URL is not accepted. The message never quotes it: it may hold a password.
+        ConfigError: the URL is not accepted. The message never quotes the URL, which may contain a
+            password.
     """
     found = _URL.fullmatch(url.strip())
     if found is None or found[1] not in _SCHEMES:
@@ -168,11 +169,11 @@ def _db(parts: SplitResult, setup: Setup) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files.
+    """Paths of PEM files for TLS.
 
     Attributes:
         ca: the authorities that may sign the server's certificate; None for the system's list.
-        certificate, key: the client certificate and its key, for servers that ask for one.
+        certificate, key: the client certificate and its key, for servers that require one.
     """
 
     ca: str | None = None
@@ -203,10 +204,7 @@ class TlsFiles:
 
 
 def _cannot_use(what: str, path: str | None, error: OSError) -> str:
-    """Return the error sentence for a TLS file.
-
-    ssl.SSLError is an OSError with a reason in capitals in the place of a number.
-    """
+    """Return the error sentence for a TLS file that cannot be used."""
     why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
     return (
         f"the TLS {what} {path} cannot be used ({str(why or error).replace('_', ' ').lower()}): "
@@ -219,14 +217,14 @@ class RedisSettings:
     """The settings of a Redis store. Measurements: docs/benchmarks.md.
 
     Attributes:
-        num_connections: number of connections that read values. One more connection asks questions,
-            so no kind of request waits behind another.
+        num_connections: number of connections that read values. One more connection asks if values
+            exist, so that no question waits behind a read.
         write_connections: number of connections that write values.
         timeout_s: seconds for one exchange, without the time for its bytes.
         connect_timeout_s: seconds for connecting.
         slowest_bytes_per_s: lowest rate at which the bytes of an exchange must move.
         tls: files for rediss://, for a private authority or a client certificate.
-        sentinel_username, sentinel_password: the login at the sentinels, if they ask for one.
+        sentinel_username, sentinel_password: the login at the Sentinels, if they require one.
     """
 
     num_connections: int = 2
