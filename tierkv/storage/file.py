@@ -74,7 +74,7 @@ from tierkv.threads import Threads
 
 _log = logging.getLogger(__name__)
 
-# The path of a value leads to something else, such as a link into a file system that is not mounted.
+# The path of a value leads to something else, such as a link into an unmounted file system.
 _IN_THE_WAY = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP})
 # A file that another user keeps private counts as missing.
 _MISSING = _IN_THE_WAY | {errno.EACCES, errno.EPERM}

@@ -67,10 +67,7 @@ def _path_of(name: str) -> tuple[str, ...]:
 
 
 def name_of(path: tuple[str, ...]) -> str | None:
-    """Return the name of the value at `path` (see `relative_path`).
-
-    None if there is no such name.
-    """
+    """Return the name of the value at `path` (see `relative_path`); None if there is none."""
     if len(path) != 4:  # noqa: PLR2004 - group, two levels of fan-out, leaf
         return None
     group = "" if path[0] == _NO_GROUP else path[0] + ":"
