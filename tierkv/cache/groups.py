@@ -223,7 +223,7 @@ def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class FlatBlock:
-    """One cached block of a group that is not in the radix tree.
+    """A cached block outside the radix tree, of one KV cache group.
 
     Attributes:
         key: key of the block in storage.
@@ -324,9 +324,9 @@ class FlatBlocks:
                 self._unheld[block.key.digest] = block
 
     def use(self, digests: Sequence[bytes]) -> None:
-        """Mark those of the blocks that are cached as used now.
+        """Mark cached blocks as used now.
 
-        The last of them is evicted first.
+        The last of them becomes the next one to evict of these.
         """
         for digest in reversed(digests):
             if digest in self._unheld:

@@ -215,9 +215,9 @@ class Spaces:
         return None if own is None else own[tier]
 
     def orders(self, tier: Tier) -> list[tuple[EvictionOrder, Space | None]]:
-        """Return each eviction queue of the tier with its space.
+        """Return (queue, space) for each eviction queue of the tier.
 
-        None for the queue of all spaces.
+        Space None is the common queue.
         """
         own = [(order, space) for space in self.all() if (order := self.own_order(space, tier))]
         return [(self.order[tier], None), *own]
@@ -695,7 +695,7 @@ def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
     """Return blocks [start, stop) of the path to `node`, divided by nodes.
 
     Args:
-        node: the end of the path.
+        node: the tree node at the end of the path.
         start: index of the first block, from the start of the prompt.
         stop: index after the last block.
 
@@ -760,7 +760,7 @@ class Lease(msgspec.Struct, eq=False):
     The lease covers all tiers.
 
     Attributes:
-        node: the end of the path.
+        node: the tree node at the end of the path.
         num_blocks: number of protected blocks.
         used_before: LRU tick of the node's last use before this lease.
         is_released: True once the lease has ended.
@@ -826,7 +826,7 @@ class Index:
 
         Args:
             tier: the tier.
-            node: the end of the path.
+            node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
 
@@ -844,7 +844,7 @@ class Index:
         Args:
             state: the state.
             tier: the tier.
-            node: the end of the path.
+            node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
 
@@ -861,7 +861,7 @@ class Index:
 
         Args:
             tier: the tier.
-            node: the end of the path.
+            node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
 
@@ -880,7 +880,7 @@ class Index:
         Each key is computed once and kept in the tree.
 
         Args:
-            node: the end of the path.
+            node: the tree node at the end of the path.
             stop: index after the last block.
             start: index of the first block, from the start of the prompt.
 
@@ -903,7 +903,7 @@ class Index:
         """Return the keys of the path's first blocks that were computed before.
 
         Args:
-            node: the end of the path.
+            node: the tree node at the end of the path.
             stop: index after the last block.
 
         Returns:
@@ -919,10 +919,7 @@ class Index:
         return found
 
     def _compute_digests(self, part: TreeNode, parent: bytes, known: int, stop: int) -> list[bytes]:
-        """Compute and keep the keys of the node's blocks [known, stop).
-
-        The first `known` have keys.
-        """
+        """Compute and keep the keys of the node's blocks after the first `known`, before `stop`."""
         digest = part.digests[-DIGEST_BYTES:] or parent
         if part.extras:
             more = []
@@ -1161,7 +1158,7 @@ class Index:
 
         Args:
             tier: the tier.
-            node: the end of the path.
+            node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
             change: the change.
@@ -1184,7 +1181,7 @@ class Index:
         The mark avoids a second write. It is never used for a match, since storage may lose values.
 
         Args:
-            node: the end of the path.
+            node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
         """
@@ -1195,7 +1192,7 @@ class Index:
         """Undo `mark_stored` for blocks [start, stop) of a path.
 
         Args:
-            node: the end of the path.
+            node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
         """

@@ -215,9 +215,9 @@ def _digests_of(node: TreeNode) -> bytes:
 
 
 def _residency_findings(node: TreeNode) -> list[str]:
-    """Return violations of two rules: blocks without leases are on a tier.
+    """Return violations of two rules about the tiers of a node's blocks.
 
-    A device block's path is too.
+    A block without a lease is on some tier, and a block on the device has its whole path there.
     """
     wrong = []
     device, host = node.copies

@@ -487,9 +487,7 @@ def block_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
 
 
 def tail_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
-    """Return the key of a tail, the partial last block of a prompt.
-
-    It depends on the tail's length.
+    """Return the key of a tail (partial last block of a prompt), which depends on its length.
 
     Args:
         parent: digest of the block before, or of the root, 32 bytes.

@@ -215,10 +215,7 @@ class BlockPool:
         self.capacity, self._free, self.num_free = capacity, stack, len(free)
 
     def findings(self, owned: Iterable[int]) -> list[str]:
-        """Return violated invariants, one sentence each.
-
-        Exactly the ids `owned` should be allocated.
-        """
+        """Return violated invariants, one sentence each, given the ids that have an owner."""
         wrong: list[str] = []
         slots = np.fromiter(owned, np.int64)
         is_known = (slots >= 0) & (slots < self.capacity)

@@ -40,16 +40,16 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`count` equal copies of `width` bytes from one writer's payload to the reader's.
+    """A strided copy from one writer's payload to the reader's: `count` rows of `width` bytes.
 
     Attributes:
         shard: the writer.
-        source: offset of the first byte to read.
-        source_pitch: bytes from one read to the next.
-        target: offset of the first byte to write.
-        target_pitch: bytes from one write to the next.
-        width: bytes of each copy.
-        count: number of copies.
+        source: offset of the first row in the writer's payload.
+        source_pitch: bytes from one row to the next there.
+        target: offset of the first row in the reader's payload.
+        target_pitch: bytes from one row to the next there.
+        width: bytes of a row.
+        count: number of rows.
     """
 
     shard: Shard

@@ -206,10 +206,7 @@ class Pipeline:
         )
 
     def _move_straight(self, copy: BlockCopy, count: int) -> CudaEvent:
-        """Submit the first `count` blocks of the copy as rectangles.
-
-        Return the event of their end.
-        """
+        """Submit the first `count` blocks of the copy as rectangles; return their end's event."""
         for event in copy.after:
             self._copies.wait(event, 0.0)
         slots, blocks = copy.slot_ids[:count].tolist(), copy.block_ids[:count].tolist()
@@ -272,10 +269,7 @@ class Pipeline:
         return count, int(sizes.max())
 
     def _copy(self, count: int, largest: int) -> CudaEvent:
-        """Submit the first `count` pieces of the columns to the copy engine.
-
-        Return their end's event.
-        """
+        """Submit the first `count` pieces in the columns, and return the event of their end."""
         targets, sources = self._host_column, self._staging_column
         if self._direction is Direction.LOAD:
             targets, sources = sources, targets

@@ -108,10 +108,7 @@ def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
 
 
 def _address(tensor: object) -> int | None:
-    """Return a tensor's address by the CUDA array interface.
-
-    None if the tensor does not offer it.
-    """
+    """Return a tensor's address by the CUDA array interface; None if it does not offer that."""
     try:
         address: int = tensor.__cuda_array_interface__["data"][0]  # type: ignore[attr-defined]
     # KeyError: from torch, for an fp8 type.

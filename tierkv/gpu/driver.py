@@ -35,10 +35,7 @@ class Column:
 
 
 class DriverError(Exception):
-    """A driver call failed.
-
-    `Gpu.bound` translates the error, so that it never leaves `tierkv.gpu`.
-    """
+    """A driver call failed; `Gpu.bound` translates the error to a TransferError."""
 
     def __init__(self, call: str, status: int) -> None:
         super().__init__(f"{call} failed with CUDA error {status}")

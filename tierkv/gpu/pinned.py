@@ -273,9 +273,7 @@ def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]
 
 
 def _huge_pages(length: int) -> mmap.mmap | None:
-    """Map `length` bytes of the huge pages that the machine has set aside.
-
-    None if there are too few.
+    """Map `length` bytes of the huge pages that the machine has set aside; None if too few.
 
     These pages count in no memory limit of a container.
     """

@@ -71,10 +71,7 @@ class _Call:
 
     @property
     def is_prompt(self) -> bool:
-        """True for several tokens, which are part of a prompt.
-
-        A single one counts as generation.
-        """
+        """True for several tokens, which are part of a prompt; one alone was generated."""
         return len(self.chunk) > 1
 
 
@@ -167,10 +164,7 @@ class TransformersEngine(SessionEngine):
             run.is_loaded = True
 
     def _withdraw(self, call: _Call) -> None:
-        """Cancel a call that is still queued.
-
-        One in the current step continues to the step's end.
-        """
+        """Cancel a call that is still queued; the current step's calls are not cancelled."""
         if call in self._queue:
             self._queue.remove(call)
             call.outcome.cancel()
@@ -289,10 +283,7 @@ class TransformersEngine(SessionEngine):
         return [next(chosen) if piece.wants_logits else None for piece in pieces]
 
     def _bound_pages(self) -> Pages:
-        """Return the model's view of the device planes.
-
-        Made again after a resize of the device tier.
-        """
+        """Return the model's view of the device planes, as large as the device tier is now."""
         if self._pages is None or self._planes is not self._service.planes:
             self._planes = self._service.planes
             self._pages = self._model.pages([_tensor(one) for one in self._planes.arrays])

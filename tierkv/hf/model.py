@@ -235,10 +235,7 @@ class PagedModel:
             return logits if self._keeps_logits else logits[step.wanted]
 
     def _probe(self) -> None:
-        """Replace the model's attention by attention over blocks.
-
-        Raise LayoutError if logits change.
-        """
+        """Let the model attend over blocks; raise LayoutError if its logits change by that."""
         size = min(self.vocab_size, 1 << 16)
         tokens = np.random.default_rng(0).integers(0, size, _PROBE_TOKENS).astype(np.int32)
         with torch.inference_mode():

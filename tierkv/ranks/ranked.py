@@ -262,10 +262,7 @@ class _PendingCopies:
         self._lock = threading.Lock()
 
     def begin(self) -> Callable[[int], None]:
-        """Add a copy of all ranks.
-
-        Return the function to call with each rank that has finished it.
-        """
+        """Add a copy of all ranks; return a function to call with each rank that finishes it."""
         with self._lock:
             number = next(self._numbers)
             self._copies[number] = _PendingCopy(self._now(), set(self._finished_at))

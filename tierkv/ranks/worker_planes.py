@@ -453,7 +453,7 @@ class RankSocket:
     def _pieces(self, layouts: Sequence[Layout]) -> list[list[slice]]:
         """Return each rank's range of bytes in a host slot, for each group.
 
-        Or raise ConfigError.
+        May raise ConfigError.
         """
         if not self._shards or {len(shards) for shards in self._shards} != {len(layouts)}:
             raise ConfigError(

@@ -227,10 +227,7 @@ class Span:
 
     @property
     def live(self) -> slice:
-        """The rows of the tiles, out of num_tiles * TILE, that are tokens of the span.
-
-        Others are padding.
-        """
+        """The rows of the tiles that hold tokens of the span; the others are padding."""
         lead = self.start % TILE
         return slice(lead, lead + self.end - self.start)
 
@@ -245,10 +242,7 @@ class Span:
         return -(-self.padded_end // CHUNK) * CHUNK
 
     def stacks(self, height: int) -> Iterator[slice]:
-        """Yield slices of up to `height` tiles that cover the span.
-
-        Tile 0 is the span's first tile.
-        """
+        """Yield slices of at most `height` tiles that cover the span; its first tile is tile 0."""
         for at in range(0, self.num_tiles, height):
             yield slice(at, min(at + height, self.num_tiles))
 
@@ -589,10 +583,7 @@ class ReferenceModel:
         return self._logits(hidden[-1], row=(span.end - 1) % TILE)
 
     def _embed(self, tokens: npt.NDArray[np.integer], span: Span) -> Floats:
-        """Return the embeddings of the tokens, [num_tiles, TILE, hidden].
-
-        Padding rows are zeros.
-        """
+        """Return the tokens' embeddings, [num_tiles, TILE, hidden], with zeros as padding."""
         rows: Floats = self._xp.zeros((span.num_tiles * TILE, self.config.hidden), np.float32)
         rows[span.live] = self._weights.embedding[self._xp.asarray(tokens)]
         return rows.reshape(span.num_tiles, TILE, self.config.hidden)

@@ -1,9 +1,9 @@
-"""Admission of requests: the queue for device blocks, and the loads from the host at a start.
+"""Admission of requests: the queue for device blocks, and the loads that a start begins.
 
 A waiting request needs room on the device or within its tenant's quota, or waits for blocks that
 another request computes (`Admissions`). A running request can wait for more blocks (`Growth`).
-`Admissions.pump` runs at every change of capacity. The wait for storage, which comes before, is in
-`fetch.py`.
+`Admissions.pump` runs whenever blocks may have become free. The wait for storage, which comes
+before, is in `fetch.py`.
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ class Starts:
         self._valued_tokens = 0
 
     def counted(self) -> SchedulerStats:
-        """Return `stats`, with `recompute_avoided_s` updated at the engine's present speed."""
+        """Return `stats` with `recompute_avoided_s` up to date."""
         counts, speed = self.stats, self._computing.prefill
         found = counts.device_hit_tokens + counts.host_hit_tokens
         found += counts.storage_hit_tokens + counts.direct_hit_tokens
@@ -393,11 +393,11 @@ class Starts:
             spec: the request.
             match: the cached blocks of its prompt at this moment.
             fetched: the blocks fetched from storage for it.
-            passes_by: a possible wait for another request's blocks, which this request does not
-                make; only counted.
+            passes_by: a wait for another request's blocks that was possible and is not made, for
+                the statistics; None for none.
 
         Returns:
-            The running request. Its loads may not have ended.
+            The running request. Its loads from the host may not have ended.
 
         Raises:
             OutOfBlocksError: the request has to wait for room; nothing is acquired.
@@ -466,10 +466,7 @@ class Starts:
         return self._made(spec, lease, table, matched, tuple(movements))
 
     def _give_back(self, held: _Held) -> None:
-        """Release all that a failed start has acquired.
-
-        Slots that a copy writes, at the copy's end.
-        """
+        """Release all that a failed start has acquired; slots being written are freed later."""
         pool, slots = self._tiers.slots.pools[Tier.DEVICE], held.slots
         if held.source is not None:
             self._index.release(held.source)
@@ -579,10 +576,7 @@ class Starts:
             request.missed, request.missed_since = "", None
 
     def brought_all(self, request: Request) -> None:
-        """Record that no more tokens will come from storage.
-
-        Tokens still missing count as missed.
-        """
+        """Record that no more tokens will come from storage: the rest of the prompt is missed."""
         if request.num_coming:
             self.stats.missed_tokens[request.missed] += request.num_coming
             request.num_coming = 0
@@ -978,9 +972,9 @@ class Admissions:
         return self._stuck is not None and self._is_busy() and self._next() is self._stuck
 
     def _admit_waiting(self, max_turns: int) -> int:
-        """Try up to `max_turns` requests.
+        """Try to start up to `max_turns` waiting requests.
 
-        Return how many, fewer if no further one can be admitted now.
+        Returns the number of attempts, fewer if no further request can be admitted now.
         """
         self._bring_back()
         self._over_quota.clear()
@@ -1035,9 +1029,9 @@ class Admissions:
     def _possible_wait(
         self, spec: RequestSpec, match: Match, give_up_at: float | None = None
     ) -> PromiseWait | None:
-        """Return a wait for another request's blocks.
+        """Return a possible wait for another request's blocks; None for none.
 
-        None if there is none, or after `give_up_at`.
+        There is none after `give_up_at`, in seconds of the loop's clock.
         """
         if not self._computing.num_promises or not spec.uses_cache:
             return None
@@ -1048,7 +1042,7 @@ class Admissions:
         return self._computing.possible_wait(match, spec.prompt, stop, now)
 
     def _bring_back(self) -> None:
-        """Return requests to the queue that have finished waiting for another request's blocks."""
+        """Put requests whose wait for another request's blocks has ended back into the queue."""
         for waiting in self._line.ready_again():
             self._come_back(waiting)
 
@@ -1090,13 +1084,11 @@ class Admissions:
         return bool(self._running.by_id) if tenant is None else self._running.has_tenant(tenant)
 
     def _unblock(self, first: Waiting, tenant: str | None = None) -> bool:
-        """Release blocks of waiting requests so that the first in the queue fits.
+        """Release blocks of waiting requests, so that the first in the queue fits.
 
-        Return whether any.
-
-        Called when no request runs (of the tenant with the full quota, or at all), so that only
-        waiting requests hold blocks. The last in the queue releases its fetched blocks first. After
-        these, the first request gives up copying a partly shared block.
+        Called when only waiting requests hold blocks (of the tenant with the full quota, or at
+        all). The last in the queue releases its fetched blocks first. After these, the first
+        request gives up copying a partly shared block. Returns False if nothing is left to release.
         """
         if self._line.release_last_fetched(tenant):
             return True

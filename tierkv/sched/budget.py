@@ -52,10 +52,7 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the present wait ends.
-
-        Without a wait, those that one beginning now may take.
-        """
+        """Seconds that the present wait, or one that begins now, may still take."""
         most_s = min(self._deadline_s, self._allowed_s) - self._spent()
         if self._scope is None:
             return min(most_s, self._silent_s)

@@ -43,7 +43,7 @@ def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[Store
 
     Args:
         index: the index that has the path.
-        node: the end of the path.
+        node: the tree node at the end of the path.
         first: index of the first block, from the start of the prompt.
         stop: index after the last block.
 
@@ -83,8 +83,8 @@ class Beyond:
 
     Attributes:
         blocks: indexes of the blocks that storage has after the cached ones, without a gap; a tail
-            is included.
-        tail: the stored tail of another prompt that shares the most tokens with the block after
+            (partial last block) is included.
+        tail: another prompt's stored tail that shares the most tokens with the block after
             `blocks`; None if there is none, or if storage has all blocks.
         num_tokens: number of tokens that a fetch would bring.
     """
@@ -95,10 +95,10 @@ class Beyond:
 
 
 async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> Beyond:
-    """Ask storage for the blocks of `prompt` after its cached ones.
+    """Ask storage which blocks of `prompt` it has after the cached ones.
 
-    If storage lacks the next full block, another prompt's tail counts only if it shares more tokens
-    with the prompt than are cached here.
+    If storage lacks the next full block, the result may have another prompt's tail (partial last
+    block), if that shares more tokens with the prompt than are cached here.
 
     Args:
         index: the index of the match.
@@ -176,17 +176,17 @@ class _Turn:
 class ByteBudget:
     """A limit on the bytes of copies in flight.
 
-    Callers wait in the order of their calls. A piece larger than the limit may start when no other
-    piece is in flight.
+    Callers wait in the order of their calls. A copy larger than the limit may start when no other
+    one is in flight.
 
     Args:
         max_bytes: the limit.
-        is_busy: returns True while more urgent copies run. Then only one piece at a time is in
-            flight, which leaves the bandwidth to the urgent copies. Call `start_waiting` after a
-            change.
+        is_busy: returns True while more urgent copies run. Then only one copy of this budget at a
+            time is in flight, which leaves the bandwidth to the urgent ones. Call `start_waiting`
+            when the answer may have changed.
 
     Attributes:
-        bytes_in_flight: bytes of the pieces in flight.
+        bytes_in_flight: bytes of the copies in flight.
         max_in_flight: largest value of `bytes_in_flight` so far.
     """
 
@@ -228,7 +228,7 @@ class ByteBudget:
         self.start_waiting()
 
     def start_waiting(self) -> None:
-        """Start the waiting pieces that fit now."""
+        """Start the waiting copies that fit now."""
         while self._line:
             turn = self._line[0]
             if turn.granted.cancelled():
@@ -340,10 +340,7 @@ class Copies:
         self.resized()
 
     def prompt_keys(self, prompt: Prompt) -> KeyRun:
-        """Return the stored keys of `prompt`, its tail included.
-
-        Each is computed when first read.
-        """
+        """Return the stored keys of `prompt`, its tail included, each computed when first read."""
         root = self._index.spaces.root_of(prompt).space.root_digest
         keys = prompt.keys
         if keys is None or keys.parent != root:
@@ -395,7 +392,7 @@ class Copies:
         """Start the copies of blocks [0, num_blocks) of a path that the write rules ask for now.
 
         Args:
-            node: the end of the path.
+            node: the tree node at the end of the path.
             num_blocks: number of blocks from the start of the path.
         """
         is_retired = self._index.spaces.is_retired(node)
@@ -427,7 +424,9 @@ class Copies:
                     self._start_down(part, first + start, first + stop, to_storage=is_stored)
 
     def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
-        """Remove the blocks from `masks` that the host has no room for; return the slots needed.
+        """Remove blocks from `masks` that the host has no room for.
+
+        Return the number of slots needed.
 
         Without this, each copy's task would find out by itself, and again at each admission, that
         the host is too small for the prompt.
@@ -445,7 +444,7 @@ class Copies:
         """Copy blocks [first, num_blocks) of a path to the host, regardless of the write rules.
 
         Args:
-            node: the end of the path.
+            node: the tree node at the end of the path.
             num_blocks: index after the last block.
             first: index of the first block.
         """
@@ -628,9 +627,8 @@ class Copies:
     def copy_down(self, tier: Tier, step: Step) -> CopyDown:
         """Start the copy to the tier below that must end before blocks can leave `tier`.
 
-        If the host has room for only a part of the blocks, those at the end of the path are
-        forgotten. A write to storage is tried once, and the host slots become free even if it
-        fails.
+        If the host has room for only a part of the blocks, the last ones are evicted without a
+        copy. A write to storage is tried once, and the host slots become free even if it fails.
 
         Args:
             tier: the tier that the blocks are to leave: device or host.
@@ -719,10 +717,7 @@ class Copies:
         return self._mover.offload(slots, index.slots(Tier.DEVICE, node, first, stop))
 
     async def _end_offload(self, node: TreeNode, first: int, stop: int, movement: Movement) -> bool:
-        """Wait for a copy to the host and record its result in the index.
-
-        Return if it succeeded.
-        """
+        """Wait for a copy to the host, record its result, and return whether it succeeded."""
         index = self._index
         try:
             try:
@@ -790,7 +785,7 @@ class Copies:
         """Record and publish that storage has blocks [first, stop) of a path.
 
         Args:
-            node: the end of the path.
+            node: the tree node at the end of the path.
             first: index of the first block.
             stop: index after the last block.
             began: the point in the order of events at which the write or lookup began. If storage
@@ -804,7 +799,7 @@ class Copies:
         """Record and publish that storage does not have blocks [first, stop) of a path.
 
         Args:
-            node: the end of the path.
+            node: the tree node at the end of the path.
             first: index of the first block.
             stop: index after the last block.
         """

@@ -266,7 +266,7 @@ class CacheEvents:
 
     @contextmanager
     def heard_by(self, listener: EventListener) -> Iterator[None]:
-        """Pass each event to `listener` when it is published, until the body ends."""
+        """Call `listener.put` with each event when it is published, until the body ends."""
         self._subscriptions.append(listener)
         try:
             yield
@@ -291,7 +291,7 @@ class CacheEvents:
         Args:
             kind: the change.
             tier: "device", "host" or "storage".
-            node: the end of the path (a prefix in the index).
+            node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
             session_id: the session whose turn has computed the blocks; "" without one.
@@ -305,7 +305,7 @@ class CacheEvents:
         """Return blocks [start, stop) of a path as events describe them, one run for each node.
 
         Args:
-            node: the end of the path (a prefix in the index).
+            node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
 
@@ -372,12 +372,12 @@ class CacheEvents:
             self._lose(list(islice(self._stored, _GO_AT_ONCE)))
 
     def asking(self) -> Callable[[bytes], None]:
-        """Begin a lookup in storage.
+        """Prepare for a lookup in storage.
 
         Returns:
             A function to call with the digest of a block that storage does not have. It publishes
-                that this block and its descendants cannot be read from storage, except blocks that
-                were published after the lookup began.
+                that this block and all blocks after it cannot be read from storage, except blocks
+                that were published after the lookup began.
         """
         since = self.now()
 
@@ -399,7 +399,7 @@ class CacheEvents:
         """Publish that blocks [start, stop) of a path may no longer be in storage.
 
         Args:
-            node: the end of the path (a prefix in the index).
+            node: the tree node at the end of the path.
             start: index of the first block.
             stop: index after the last block.
         """

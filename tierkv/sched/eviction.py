@@ -1,4 +1,4 @@
-"""Free slots on a tier: quotas, eviction, and the copies that must be made before an eviction."""
+"""How room is made on a tier: quotas, eviction, and copies that must be made before an eviction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AT_ONCE = 1024  # blocks evicted in one turn of the loop: 7 ms
 
 
 class CopyDown(Enum):
-    """The result of starting a copy to a lower tier that must come before an eviction."""
+    """The result of starting a copy to a lower tier, which an eviction needs first."""
 
     STARTED = "started"
     LATER = "later"  # slots of the lower tier will become free soon
@@ -48,7 +48,7 @@ class TierStats:
 
 
 class Eviction:
-    """Frees slots by evicting blocks, or by starting the copies that must come first.
+    """Frees slots by evicting blocks, or by starting the copies that must be made first.
 
     Every call is synchronous.
 
@@ -107,9 +107,8 @@ class Eviction:
             The slots, int32 [count].
 
         Raises:
-            OutOfBlocksError: there are not enough; none is acquired. If copies that must come first
-                were started, listeners of `Work.on_capacity` are called when a new attempt is worth
-                it.
+            OutOfBlocksError: there are not enough; none is acquired. If copies to a lower tier were
+                started that will free slots, listeners of `Work.on_capacity` are called after them.
             OverQuotaError: the quota of `space` does not allow them.
         """
         if tier is HOST:  # callers that acquire device slots have just set the time
@@ -192,9 +191,7 @@ class Eviction:
                 return pool.allocate(count)
 
     def _missing(self, tier: Tier, count: int) -> int:
-        """Return how many copies must be evicted so that `count` slots are free.
-
-        0 or less for none.
+        """Return how many copies must be evicted before `count` slots are free; 0 or less for none.
 
         Raises OutOfBlocksError if too many blocks are in use. Slots that running copies will free
         count as free.

@@ -1,8 +1,8 @@
 """The order of waiting requests: by priority, then by tenant, then by arrival.
 
 Within one priority, the tenant that was given the fewest blocks is next. Requests of one tenant are
-admitted in order of arrival. A low priority gets one turn before all others after MAX_PASSED_OVER
-later requests of higher priority were admitted before it.
+admitted in order of arrival. A low priority gets one turn before all others when MAX_PASSED_OVER
+later requests of higher priority have been admitted before it.
 """
 
 from __future__ import annotations
@@ -71,10 +71,7 @@ class Waiting:
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
 
     def unpark(self) -> PromiseWait | None:
-        """End the wait beside the queue and return it.
-
-        None if the request was not waiting there.
-        """
+        """End the request's wait beside the queue and return it; None if it was not waiting."""
         wait, self.wait = self.wait, None
         if wait is not None:
             wait.promise.num_waiting -= 1

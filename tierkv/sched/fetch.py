@@ -131,7 +131,7 @@ class FetchGroups:
             await tiers.work.next_change()
 
     def settled(self, slots: Ids, space: Space) -> None:
-        """Record that each of `slots` is now in the index or free, so that they count no longer.
+        """Record that `slots` are in the index or free, and no longer count as being fetched.
 
         Args:
             slots: the slots, from `acquire`.
@@ -259,9 +259,9 @@ def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: in
 
 
 async def _arrived(group: asyncio.Task[bool] | None) -> bool:
-    """Wait for the end of a group's task.
+    """Wait for the end of a group's task; return whether its blocks are in the index.
 
-    Return True if its blocks are in the index, or for None.
+    None stands for the group before the first one, and counts as arrived.
     """
     if group is None:
         return True
@@ -550,12 +550,12 @@ class _Shared:
         self.ended_early = LogThrottle(log, "a fetch from storage ended early (x%d): %s")
 
     def busy(self, keys: Sequence[StoredKey], start: int) -> asyncio.Future[None] | None:
-        """Return a future for the end of a running fetch that has blocks in common with `keys`.
+        """Return a future for the end of a running fetch that shares blocks with `keys`.
 
-        Or None.
+        None for none.
 
-        A key depends on all tokens before it. Two runs of keys therefore have blocks in common
-        exactly if their keys agree at the first index that both have.
+        A key depends on all tokens before it. Two runs of keys therefore share blocks exactly if
+        their keys agree at the first index that both have.
         """
         for run in self.in_flight:
             at = max(run.start, start)
@@ -568,10 +568,7 @@ class _Shared:
         return None
 
     def reserve(self, keys: Sequence[StoredKey], start: int) -> _Run:
-        """Mark `keys` as being fetched until `finish`.
-
-        Other fetches of these keys wait until then.
-        """
+        """Mark `keys` as being fetched until `finish`; other fetches of them then wait."""
         run = _Run(start, keys, asyncio.get_running_loop().create_future())
         self.in_flight.append(run)
         return run
@@ -860,7 +857,7 @@ class _Fetch:
         return keys
 
     def _without_sample(self, keys: Sequence[StoredKey], sample: int) -> Sequence[StoredKey]:
-        """Shorten `keys` so that the engine computes at least `sample` tokens, as a measurement."""
+        """Shorten `keys`, so that at least `sample` tokens are computed and their time measured."""
         if not sample:
             return keys
         size, num_tokens = self.prompt.block_size, self.prompt.num_tokens

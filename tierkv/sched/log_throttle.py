@@ -24,9 +24,7 @@ class LogThrottle:
         self._reason = ""
 
     def warn(self, reason: str, count: int = 1) -> None:
-        """Record events, logged now or at the end of the second.
-
-        Call it on the event loop's thread.
+        """Log events now, or at the end of the second. Call it on the event loop's thread.
 
         Args:
             reason: the reason; only the last one of a line is logged.

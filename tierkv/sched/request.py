@@ -92,10 +92,10 @@ class Promise(msgspec.Struct, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class PromiseWait:
-    """A wait of one request until another request has computed the blocks before `stop`.
+    """A wait of one request until another request has computed the blocks before index `stop`.
 
     Attributes:
-        promise: the promise of the computing request.
+        promise: the blocks that the other request computes.
         stop: index after the last block to wait for.
         patience_s: upper limit of the wait in seconds.
         is_sooner: True if the wait is expected to be no longer than `compute_s`.
@@ -207,7 +207,10 @@ class Computing:
         promise.begun = asyncio.get_running_loop().time()
 
     def end(self, promise: Promise) -> None:
-        """End a promise, even if some of its blocks were not computed. Further calls do nothing."""
+        """Stop listing a promise, even if some of its blocks were not computed.
+
+        Further calls do nothing.
+        """
         if promise.is_over:
             return
         promise.is_over = True
@@ -219,8 +222,8 @@ class Computing:
     def _observe(self, promise: Promise) -> None:
         """Report the computing time to the speed estimate, if it covers enough of the prompt.
 
-        A few tokens after a long match take less time than the other delays of a request, so they
-        count only if `PrefillSpeed.sample_tokens` chose their number.
+        The time of a few tokens after a long match is mostly the request's other delays, so it
+        counts only if `PrefillSpeed.sample_tokens` chose their number.
         """
         num_blocks = promise.stop - promise.begun_at
         if not num_blocks:
@@ -764,10 +767,7 @@ class Running:
         return request in self.ending or self.by_id.get(request.request_id) is request
 
     def of_tenant(self, space: str) -> TenantUse:
-        """Return the counts of a tenant, which the caller must not change.
-
-        Zeros for an idle tenant.
-        """
+        """Return the counts of a tenant, zeros for an idle one; the caller must not change them."""
         return self._of_tenant.get(space, _NO_USE)
 
     def use_of(self, space: str) -> TenantUse:

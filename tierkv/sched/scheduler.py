@@ -585,10 +585,7 @@ class Scheduler:
         self.tiers.work.capacity_changed()
 
     def _keep_tail(self, request: Request) -> TreeNode | None:
-        """Cache the prompt's partial last block, if all of it was computed.
-
-        Return its node, or None.
-        """
+        """Cache the prompt's tail, if all of it was computed; return its node, or None."""
         prompt = request.prompt
         at = prompt.num_blocks
         is_whole = request.computed_tokens == prompt.num_tokens and not request.is_damaged

@@ -356,10 +356,7 @@ class Slots:
         self._num_reads += len(slots)
 
     def end_reading(self, slots: Ids) -> None:
-        """End the mark of `begin_reading`.
-
-        Free the slots of blocks that were evicted in between.
-        """
+        """End a `begin_reading` of the slots; free those whose blocks were evicted since."""
         self._reads[slots] -= 1
         self._num_reads -= len(slots)
         if len(self._still_read):

@@ -250,7 +250,9 @@ class PrefillSpeed:
         return min(max(sample, 1), tokens)
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Record a prefill time that the engine reports; observed times are ignored from then on.
+        """Record a prefill time that the engine reports.
+
+        From the first report on, times given to `observe` are ignored.
 
         Args:
             tokens: number of computed tokens.
