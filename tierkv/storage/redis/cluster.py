@@ -2,7 +2,7 @@
 
 A cluster divides names into 16,384 hash slots; each slot is held by one server, its master. If a
 server refuses a command or does not answer, the table of slots is read again (CLUSTER SLOTS): new
-servers are connected to, and former ones are left when they are idle.
+servers are connected to, and connections to former ones are closed when idle.
 
 batch -> by slot -> node 1: connections, pipelined --.
                  -> node 2: connections, pipelined ---> replies in the batch's order
@@ -57,8 +57,9 @@ class _Attempt:
     Attributes:
         call: the command.
         result: the last reply.
-        target: the node that a redirection named, None for the master of the name's slot.
-        is_ask: True if the target must be asked with ASKING, since the slot is still moving there.
+        target: the node that a redirection named; None for the master of the name's slot.
+        is_ask: True if ASKING must precede the command, because the slot is still moving to
+            `target`.
     """
 
     call: KeyCommand
@@ -83,8 +84,8 @@ class ClusterRouter:
     async def ping(self) -> None:
         """Check that every master answers.
 
-        If one does not, the table of slots is read again and the masters in it are asked. While no
-        values are read or written, only this notices that a replica has become master.
+        If one does not, read the table of slots again and ask the masters in it. While no values
+        are read or written, only this call notices that a replica has become master.
 
         Raises:
             StoreUnavailableError: a master did not answer.
@@ -105,7 +106,6 @@ class ClusterRouter:
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose
     ) -> list[Reply | Unanswered]:
-        """See `Router.carry_out`."""
         attempts = [
             _Attempt(
                 call,
@@ -135,9 +135,17 @@ class ClusterRouter:
         return found
 
     async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
-        """See `Router.each`. Each master gets one request with a command per name, all in parallel.
+        """Send the command `verb name more` for each name, and return the numbers in the replies.
 
-        One command with several names would need them all in one slot.
+        Each master gets one request with its commands; all masters work at the same time.
+
+        Args:
+            verb: for example EXISTS or PEXPIRE.
+            names: the names.
+            more: arguments after each name.
+
+        Raises:
+            StoreUnavailableError: a server did not answer.
         """
         answers = [0] * len(names)
         requests: list[tuple[list[int], WireRequest]] = []
@@ -218,13 +226,7 @@ class ClusterRouter:
         return again
 
     def _redirects(self, attempt: _Attempt, refusal: Refused, answered_by: Address) -> bool:
-        """Return True if a refused command has to be sent again, and note to which node.
-
-        Args:
-            attempt: the command, which gets its next node.
-            refusal: the error reply.
-            answered_by: the node that sent it.
-        """
+        """Return True if a refused command has to be sent again, and record to which node."""
         attempt.target, attempt.is_ask = None, False
         elsewhere = redirection(refusal, answered_by)
         if elsewhere is None:
@@ -246,21 +248,18 @@ _UNNAMED = "?"
 
 
 def slot_of(name: str) -> int:
-    """Return the hash slot of `name`, 0 to 16,383.
-
-    Takes 0.23 us; a loop in Python takes 37 us. Names have no braces, so there is no hash tag.
-    """
+    """Return the hash slot of `name`, 0 to 16,383. Names have no braces, so no hash tag."""
     return binascii.crc_hqx(name.encode(), 0) % NUM_SLOTS
 
 
 @dataclass(frozen=True, slots=True)
 class Redirection:
-    """The new place of a hash slot.
+    """The node that a server names for a hash slot.
 
     Attributes:
         slot: number of the slot, 0 to 16,383.
         address: the node to ask.
-        is_ask: True while the slot is still moving: only this one command goes to the address.
+        is_ask: True while the slot is still moving: only this one command goes to `address`.
     """
 
     slot: int
@@ -273,11 +272,11 @@ def redirection(refusal: Refused, answered_by: Address) -> Redirection | None:
 
     Args:
         refusal: the error reply.
-        answered_by: the node that sent it; an ASK without a host means the same host.
+        answered_by: the node that sent it. An ASK without a host means the host of this node.
 
     Returns:
-        None for another refusal. Also for a MOVED without a host: the table of slots names the
-            host.
+        The redirection. None for another refusal, and for a MOVED without a host, which is in the
+            table of slots.
     """
     words = refusal.message.split()
     if len(words) != _REDIRECTION_WORDS or words[0] not in {"MOVED", "ASK"}:
@@ -301,10 +300,10 @@ def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
 
     Args:
         reply: the reply to CLUSTER SLOTS.
-        answered_by: the node that sent it; an entry without a host means the same host.
+        answered_by: the node that sent it. An entry without a host means the host of this node.
 
     Raises:
-        StoreUnavailableError: the reply is no table of slots.
+        StoreUnavailableError: the reply is not a table of slots.
     """
     table: list[Address | None] = [None] * NUM_SLOTS
     if not isinstance(reply, list):
@@ -335,11 +334,7 @@ def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
 
 
 def _host(host: object, more: Sequence[object]) -> str:
-    """Return the host of an entry of CLUSTER SLOTS, "" for the host of the answering node.
-
-    `more` is the rest of the entry: the node's id and, since Redis 7, its other addresses, such as
-    [b"ip", b"10.0.0.7"].
-    """
+    """Return the host in an entry of CLUSTER SLOTS; "" for the host of the answering node."""
     name = host.decode("utf-8", "replace") if isinstance(host, bytes) else ""
     match more:
         case [_, [*_, b"ip", bytes(ip)], *_] if name == _UNNAMED:
@@ -348,15 +343,14 @@ def _host(host: object, more: Sequence[object]) -> str:
 
 
 def masters(table: Sequence[Address | None]) -> list[Address]:
-    """Return each address in the table once, in a fixed order."""
+    """Return each address in the table of slots once, in a fixed order."""
     found = {address for address in table if address is not None}
     return sorted(found, key=lambda address: (address.host, address.port))
 
 
 _log = logging.getLogger(__name__)
 
-# Least time between two looks at the topology, often enough while a master fails over; and the
-# longest time while no node answers.
+# Seconds between two reads of the table of slots, and the longest pause while no node answers.
 _REFRESH_INTERVAL_S = 0.1
 _LONGEST_INTERVAL_S = 1.0
 
@@ -418,14 +412,11 @@ class Topology:
         return [member.node for member in members if member is not None]
 
     async def node(self, address: Address, uses: ExitStack) -> RedisNode | None:
-        """Return the node at `address`, connected if necessary.
+        """Return the node at `address`, connected; None while the cluster is being closed.
 
         Args:
             address: address of a master.
             uses: the node is kept open until this stack is closed.
-
-        Returns:
-            None while the cluster is being closed.
         """
         member = self._join(address)
         if member is None:
@@ -446,13 +437,13 @@ class Topology:
         self.doubt()
 
     def doubt(self) -> None:
-        """Have the table of slots read again soon."""
+        """Ask the task to read the table of slots again soon."""
         self._stale.set()
 
     async def refresh(self) -> None:
-        """Have the table of slots read again, and wait until that was tried.
+        """Ask the task to read the table of slots again, and wait for that.
 
-        The wait ends after the deadline of a question at the latest.
+        The wait ends after the time limit of one exchange at the latest.
         """
         self._refreshed.clear()
         self.doubt()
@@ -470,10 +461,7 @@ class Topology:
         return member
 
     async def _use_table(self, table: list[Address | None]) -> None:
-        """Use `table` from now on, and leave former masters that are idle.
-
-        The new masters are made ready first, so that listings include each of them.
-        """
+        """Use `table` from now on: connect to new masters, and leave former ones that are idle."""
         known = set(masters(table))
         for member in [self._join(address) for address in known]:
             if member is not None:
@@ -503,13 +491,7 @@ class Topology:
             await asyncio.sleep(pause_s)
 
     async def _ask_for_table(self) -> list[Address | None]:
-        """Return the table of slots of the first node that answers.
-
-        A node that lately did not answer is asked last, since it would cost its deadline again.
-
-        Raises:
-            StoreUnavailableError: no node has a table.
-        """
+        """Return the table of slots of the first node that answers, asking silent nodes last."""
         failures = []
         known = dict.fromkeys((*self._members, *self._url.addresses))
         access = self._access

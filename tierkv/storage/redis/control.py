@@ -1,7 +1,7 @@
-"""Questions through redis-py: sentinels, topology, listings and hints. Values go by `wire`.
+"""Questions through redis-py: Sentinels, topology, listings and hints. `wire` moves values.
 
-With redis-py's defaults a refused connection is reported after 4.3 s, and a silent server after
-more than 12 s. Here nothing is retried, and every exchange has a deadline.
+Nothing is retried, and every exchange has a deadline. With redis-py's defaults a refused connection
+is reported after 4.3 s, and a silent server after more than 12 s.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WORDS = 3  # of a message: kind, topic, content
 class RedisNotifier:
     """A `Notifier` on Redis channels; a channel has the name of its topic.
 
-    If the Redis user lacks the permissions, listeners have to poll; the log says so once.
+    If the Redis user may not use channels, listeners have to poll; the log says so once.
 
     Args:
         connect: returns a connection, logged in, to a server that receives every message.
@@ -77,7 +77,12 @@ class RedisNotifier:
             yield
 
     async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
-        """See `Notifier.notify`."""
+        """Send `message` to the listeners of `topic`; failures are not raised.
+
+        Args:
+            topic: name of a value.
+            message: up to 32 letters and digits.
+        """
         try:
             await self._publish(topic, check_message(message))
         except StoreUnavailableError as error:
@@ -121,11 +126,7 @@ class RedisNotifier:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _ask(self, connection: RedisConnection, clock: _Heard) -> None:
-        """Keep the connection subscribed to the wanted topics.
-
-        Raises:
-            StoreUnavailableError: nothing was received for _SILENT_S seconds.
-        """
+        """Keep the connection subscribed to wanted topics; raise if the server is silent."""
         loop = asyncio.get_running_loop()
         while True:
             self._topics.changed.clear()
@@ -182,11 +183,7 @@ class RedisNotifier:
 
 
 async def _send(connection: RedisConnection, commands: Sequence[Command]) -> None:
-    """Send `commands` over a connection.
-
-    Raises:
-        TimeoutError: the server has taken no bytes for _SILENT_S seconds.
-    """
+    """Send `commands`; raise TimeoutError if the server takes no bytes for _SILENT_S seconds."""
     async with asyncio.timeout(_SILENT_S):
         await connection.send_packed_command(connection.pack_commands(commands))
 
@@ -220,27 +217,27 @@ class RedisConnection(Protocol):
     async def send_packed_command(self, command: list[bytes]) -> None: ...
 
     async def read_response(self) -> bytes | int | list[ControlReply] | None:
-        """Return the next reply; an error reply is raised."""
+        """Return the next reply; raise ResponseError for an error reply."""
 
 
 class _BehavesWell:
-    """Corrections of redis-py's connections, mixed into its classes.
+    """Corrections of redis-py's connections.
 
     redis-py's `disconnect` waits until unsent bytes are sent, which never ends if the server is
-    stopped. Replies that no Redis sends, such as a MOVED without an address, raise TypeError or
-    ValueError in redis-py.
+    stopped. On replies that no Redis sends, such as a MOVED without an address, redis-py raises
+    TypeError or ValueError.
     """
 
     _writer: StreamWriter | None
 
     async def disconnect(self, *_: object, **__: object) -> None:
-        """See `RedisConnection.disconnect`."""
+        """Close at once, and drop unsent bytes."""
         if self._writer is not None:
             self._writer.transport.abort()
         await super().disconnect(nowait=True)  # type: ignore[misc]
 
     async def read_response(self, *args: object, **options: object) -> object:
-        """See `RedisConnection.read_response`."""
+        """Return the next reply; raise InvalidResponse for one that redis-py cannot parse."""
         try:
             return await super().read_response(*args, **options)  # type: ignore[misc]
         except (TypeError, ValueError) as error:
@@ -263,12 +260,12 @@ def connection_factory(
     *,
     connect_timeout_s: float,
 ) -> Callable[[], RedisConnection]:
-    """Return a function that makes redis-py connections, which are not connected yet.
+    """Return a function that makes redis-py connections, not connected yet.
 
     Args:
         address: the server's address.
         login: user, password and database.
-        tls: files for TLS, None for a plain connection.
+        tls: files for TLS; None for plain connections.
         connect_timeout_s: seconds for connecting.
     """
     options: dict[str, object] = {
@@ -294,7 +291,7 @@ def connection_factory(
 
 
 class Conversation:
-    """Questions to one server over a separate connection, which the first question opens."""
+    """Questions to one server over a connection of its own, which the first question opens."""
 
     def __init__(self, connection: RedisConnection, *, url: str, deadline_s: float) -> None:
         self._connection = connection
@@ -302,7 +299,7 @@ class Conversation:
         self._deadline_s = deadline_s
 
     async def ask(self, commands: Sequence[Command]) -> list[ControlReply]:
-        """Return the reply to each command; a refused command has a ResponseError in its place.
+        """Return the reply to each command; for a refused command, a ResponseError.
 
         The call takes at most `deadline_s` seconds, connecting included.
 
@@ -365,7 +362,7 @@ async def conversation(
 async def ask_once(
     new_connection: Callable[[], RedisConnection], command: Command, *, url: str, deadline_s: float
 ) -> ControlReply:
-    """Return the reply to one command, over a connection for this command alone.
+    """Return the reply to one command, over a new connection.
 
     Args:
         new_connection: makes the connection.

@@ -84,7 +84,7 @@ def question(*command: Argument, num_bytes: int = 0) -> WireRequest:
 
     Args:
         command: verb and arguments.
-        num_bytes: longest reply, for the time limit; 0 for a number or a line.
+        num_bytes: largest length of the reply, for the time limit; 0 for a number or a line.
     """
     return WireRequest([memoryview(pack(*command))], None, num_bytes)
 
@@ -102,15 +102,15 @@ def pipeline(commands: bytes, num_replies: int) -> WireRequest:
 
 
 def question_each(verb: str, names: Sequence[str], *more: int) -> WireRequest:
-    """Return one request with a command `verb name more` for each name; the replies are numbers.
+    """Return one request with the command `verb name more` for each name. The replies are numbers.
 
     Args:
-        verb: such as EXISTS or PEXPIRE.
+        verb: for example EXISTS or PEXPIRE.
         names: the names, ASCII.
         more: arguments after each name.
     """
     request = pipeline(pack_each(verb, names, *more), len(names))
-    request.is_once = verb == "UNLINK"  # the second time there would be none
+    request.is_once = verb == "UNLINK"  # a repeated one would count no values
     return request
 
 
@@ -211,10 +211,10 @@ class RedisAccess:
         settings: the store's settings.
         login: user, password and database.
         tls_files: paths of the TLS files, for redis-py; None for plain connections.
-        tls: the same as a context, for connections that move values.
+        tls: the TLS settings for connections that move values; None for plain ones.
         stats: counts of connections and bytes.
         pace: the time limit of an exchange.
-        turn: bytes that all connections that write values may still send in this turn of the event
+        turn: the bytes that all connections for writes may still send in this turn of the event
             loop.
     """
 
@@ -244,7 +244,7 @@ class RedisAccess:
 # Number of parts in which names are counted at once: a gap among 1,000 names is found in three
 # exchanges with 1,110 names together. Halving takes ten exchanges and 2,000 names.
 _PARTS = 10
-_FAR_S = 0.05  # seconds of an exchange with a server that is far
+_FAR_S = 0.05  # a server whose exchange takes more seconds is far
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class KeyCommand:
 
 
 class Router(Protocol):
-    """A sender of commands to the servers that hold their names: one server, or a cluster."""
+    """A sender of commands to the servers that hold the named values: one server, or a cluster."""
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
 
@@ -279,7 +279,7 @@ class Router(Protocol):
     ) -> list[Reply | Unanswered]:
         """Return one reply for each command.
 
-        A cancel is raised when none of the commands' buffers is in use.
+        A cancelled call ends only when the commands' buffers are no longer in use.
 
         Args:
             calls: the commands.
@@ -294,10 +294,10 @@ class Router(Protocol):
         """
 
     async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
-        """Return the number that the command `verb name more` answers, for each name.
+        """Send the command `verb name more` for each name, and return the numbers in the replies.
 
         Args:
-            verb: such as EXISTS or PEXPIRE.
+            verb: for example EXISTS or PEXPIRE.
             names: the names.
             more: arguments after each name.
 
@@ -307,10 +307,7 @@ class Router(Protocol):
 
 
 class RedisNode:
-    """One Redis server; a `Router` if all values are on it.
-
-    Connections are made when first needed.
-    """
+    """One Redis server, which connects when first needed; a `Router` if it holds all values."""
 
     def __init__(self, locator: Locator, access: RedisAccess, clock: Clock, *, url: str) -> None:
         settings = access.settings
@@ -359,7 +356,7 @@ class RedisNode:
 
         Args:
             command: verb and arguments.
-            num_bytes: longest reply, for the time limit; 0 for a number or a line.
+            num_bytes: largest length of the reply, for the time limit; 0 for a number or a line.
 
         Raises:
             StoreUnavailableError: the server refused the command or did not answer.
@@ -379,7 +376,7 @@ class RedisNode:
         return await self._locator.locate()
 
     async def control_connection(self) -> RedisConnection:
-        """Return a redis-py connection that is not connected yet.
+        """Return a redis-py connection to the server, not connected yet.
 
         Raises:
             StoreUnavailableError: the server's address is not known.
@@ -390,7 +387,6 @@ class RedisNode:
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose
     ) -> list[Reply | Unanswered]:
-        """See `Router.carry_out`."""
         outcomes = await finished(self.pools[purpose].begin(call.make() for call in calls))
         return [outcome if isinstance(outcome, Unanswered) else outcome[-1] for outcome in outcomes]
 
@@ -404,7 +400,6 @@ class RedisNode:
         return found
 
     async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
-        """See `Router.each`."""
         if not names:
             return []
         request = question_each(verb, names, *more)
@@ -416,9 +411,8 @@ class RedisNode:
     async def _count_leading(self, names: Sequence[str]) -> int:
         """Return the number of `names` with a value before the first name without one.
 
-        The names are cut into parts, and one exchange counts the values of each part; the first
-        part that lacks a value is cut again. If the server is far, each name is a part, and one
-        exchange is enough.
+        One exchange counts the values of each of _PARTS parts, and the first incomplete part is
+        divided again. If the server is far, each name is a part, so one exchange is enough.
         """
         present, time = 0, asyncio.get_running_loop().time
         num_parts = len(names) if self._is_far else _PARTS
@@ -438,7 +432,7 @@ class RedisNode:
             names = part
 
     async def _counts(self, parts: Sequence[Sequence[str]]) -> list[int]:
-        """Return for each part the number of its names that have a value."""
+        """Return for each part how many of its names have a value."""
         wire = b"".join([pack_all("EXISTS", part) for part in parts])
         [outcome] = await self.pools[Purpose.QUESTION].ask([pipeline(wire, len(parts))])
         if isinstance(outcome, Unanswered):
@@ -448,17 +442,17 @@ class RedisNode:
     async def list(
         self, address: Address, prefix: str, position: int, limit: int
     ) -> tuple[int, dict[str, StoredValue], Sequence[str]]:
-        """List values with SCAN, over a connection for this call alone.
+        """List values with SCAN, over a new connection.
 
         Args:
             address: the address that `locate` returned.
-            prefix: prefix of the names.
+            prefix: start of the names.
             position: SCAN's cursor to continue from, 0 at the start.
-            limit: about the most values to return.
+            limit: largest number of values, approximately.
 
         Returns:
-            The cursor to continue from, 0 at the end; the values; and names that are moving between
-                two servers of a cluster, which this server does not describe.
+            The cursor to continue from, 0 at the end; the values; and names that are moving to
+                another server of the cluster, so that this server cannot describe their values.
 
         Raises:
             StoreUnavailableError: the server refused or did not answer.
@@ -494,11 +488,7 @@ class RedisNode:
     async def _describe(
         self, talk: Conversation, names: Sequence[str], moving: MutableSequence[str]
     ) -> Sequence[StoredValue]:
-        """Return the size and expiry of the value of each name.
-
-        Names without a value, and values that are no strings, are left out. Names that are moving
-        to another server are appended to `moving`.
-        """
+        """Return size and expiry of the named strings; append names that move to `moving`."""
         values = []
         now = self._clock.wall()
         for part in cut(names, NAMES_PER_COMMAND):
@@ -535,7 +525,7 @@ def described(name: str, num_bytes: object, ttl_ms: object, *, now: float) -> li
 
 
 def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
-    """Return `reply` unless it is a failure, which is raised.
+    """Return `reply` if it is not an error; raise the error otherwise.
 
     Args:
         reply: the reply to `command`.
@@ -543,7 +533,7 @@ def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
 
     Raises:
         StoreUnavailableError: there is no reply, or the server refused the command.
-        StoreRefusedError: the server takes no changes now.
+        StoreRefusedError: the server accepts no changes now.
         StoreCorruptError: the value is not a string.
     """
     if isinstance(reply, Unanswered):
@@ -566,11 +556,11 @@ def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
 
 
 def cut(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    """Cut names into consecutive parts.
+    """Divide names into consecutive parts.
 
     Args:
         names: the names in order.
-        size: most names of a part.
+        size: largest number of names in a part.
     """
     return (names[at : at + size] for at in range(0, len(names), size))
 

@@ -1,4 +1,4 @@
-"""Connections to one Redis server for values; each is fed with requests by a task of its own."""
+"""Connections to one Redis server for values; a task of each connection sends its requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _WITHOUT_S = 0.5
 
 
 class Locator(Protocol):
-    """The source of the server's present address; used before each new connection."""
+    """The source of the server's present address, asked before each new connection."""
 
     async def locate(self) -> Address:
         """Return the server's present address.
@@ -72,7 +72,7 @@ class Login:
     db: int = 0
 
     def commands(self) -> list[tuple[Argument, ...]]:
-        """Return the first commands of a connection: AUTH and SELECT, as far as they are needed."""
+        """Return the first commands of a connection: AUTH and SELECT, where they are needed."""
         commands: list[tuple[Argument, ...]] = []
         if self.password is not None or self.username is not None:
             user = () if self.username is None else (self.username,)
@@ -84,12 +84,12 @@ class Login:
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """All that a pool needs to connect, log in, and send requests.
+    """The parameters of a pool's connections.
 
     Attributes:
         locator: the source of the server's address.
         login: user, password and database.
-        tls: None for a plain connection.
+        tls: settings of the TLS handshake; None for plain connections.
         connect_timeout_s: seconds for connecting.
         pace: the time limit of a request.
         stats: counts of connections and bytes.
@@ -112,18 +112,18 @@ class ConnectionPool:
     """A fixed number of connections to one server, opened when first needed and after a failure.
 
     If the server does not answer in time on one connection, the requests of that connection and all
-    queued ones fail. Requests on a connection that the server closed are sent again over another.
-    While some connections work and no new one can be opened, requests wait for those that work.
+    queued ones fail. Requests on a connection that the server has closed are sent again over
+    another one. While no new connection can be opened, requests wait for those that work.
     """
 
     def __init__(self, dialer: Dialer, *, num_connections: int, max_waiting: int, url: str) -> None:
-        """Create the pool; `running` opens it.
+        """Create the pool; `running` starts it.
 
         Args:
             dialer: the parameters of connections.
             num_connections: number of connections.
-            max_waiting: most requests that may be queued when a batch arrives; a batch may be of
-                any size.
+            max_waiting: largest number of queued requests at which another batch, of any size, is
+                accepted.
             url: the server's URL without password, for error messages.
         """
         self._dialer = dialer
@@ -139,7 +139,7 @@ class ConnectionPool:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Serve requests until the body ends.
+        """Carry out requests until the body ends.
 
         Then close the connections and fail queued requests.
         """
@@ -157,7 +157,7 @@ class ConnectionPool:
     async def ask(self, requests: Sequence[WireRequest]) -> list[Outcome]:
         """Send requests and return the outcome of each.
 
-        A cancel is raised when none of the requests' buffers is in use.
+        A cancelled call ends only when the requests' buffers are no longer in use.
         """
         return await finished(self.begin(requests))
 
@@ -211,7 +211,7 @@ class ConnectionPool:
                 wire.submit(request, since=since)
                 wire.send()
                 if self.num_connections > 1:
-                    await asyncio.sleep(0)  # the other tasks take their share
+                    await asyncio.sleep(0)  # let other tasks take requests, too
                 await wire.until_room()
                 if wire.is_lost and not wire.has_answered and self._serves():
                     await asyncio.sleep(_WITHOUT_S)
@@ -220,13 +220,10 @@ class ConnectionPool:
                 wire.close(Unanswered("is closed"))
 
     async def _next(self, wire: Wire | None) -> WireRequest:
-        """Wait for the next request for a task, which owns the connection `wire`.
-
-        If `wire` is None or lost, the task opens a new connection for that request.
-        """
+        """Wait for the next request for the task that owns the connection `wire`, open or not."""
         while True:
             while wire is not None and not (wire.is_lost or wire.has_room):
-                self._wake_one()  # another task, in the place of this one
+                self._wake_one()  # another task can take the request
                 await wire.until_room()
             request = self._pop()
             if request is not None:
@@ -237,23 +234,19 @@ class ConnectionPool:
             await idle
 
     def fill(self, wire: Wire) -> None:
-        """Submit to `wire` as many queued requests as it can take now; other tasks take the rest.
+        """Submit as many queued requests to `wire` as it can take now.
 
-        Otherwise the server would be idle until the next turn of the event loop.
+        This keeps the server busy, which would be idle until a task is awake.
         """
         while wire.has_room and (request := self._pop()) is not None:
             wire.submit(request, since=asyncio.get_running_loop().time())
         wire.send()
         if self._waiting and self._waiting[0].outcome is None:
-            self._waiting[0].make_ready()  # while the server has something to do
+            self._waiting[0].make_ready()  # while the server is busy
         self._wake_one()
 
     def _begin_at_once(self) -> None:
-        """Submit queued requests to open connections without waiting for their tasks.
-
-        Otherwise the server would be idle until the tasks are awake, a turn of the event loop
-        later.
-        """
+        """Submit queued requests to open connections now, without waiting for their tasks."""
         for wire in list(self._wires):
             while self._may_begin(wire):
                 request = self._pop()
@@ -261,24 +254,21 @@ class ConnectionPool:
                     return
                 wire.submit(request, since=asyncio.get_running_loop().time())
                 wire.send()
-                if wire.is_lost:  # more may be lost: do not try a request on all of them
+                if wire.is_lost:  # others may be lost, too: do not try the request on each
                     return
 
     def _may_begin(self, wire: Wire) -> bool:
         """Return True if `wire` may take the next queued request at once.
 
         An idle connection may. A connection that is busy with a long write may take another long
-        write if the server is on this machine: the comment at READING_BYTES has the reason.
+        write from this machine; the comment at READING_BYTES has the reason.
         """
         if not (self._waiting and wire.is_ready and wire.has_room and self._dialer.turn.left > 0):
             return False
         return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
 
     def _pop(self) -> WireRequest | None:
-        """Remove the oldest request without an outcome from the queue and return it.
-
-        The result is None if there is none, or while too many bytes are on their way (`Window`).
-        """
+        """Remove the oldest open request from the queue; None for none or a full window."""
         while self._waiting and self._window.has_room:
             request = self._waiting.popleft()
             if request.outcome is None:
@@ -288,7 +278,7 @@ class ConnectionPool:
     def _wake_one(self) -> None:
         """Wake one idle task if there may be a request for it.
 
-        A task that finds a request wakes the next task.
+        A task that finds a request wakes the next one.
         """
         while self._idle and self._waiting and self._window.has_room:
             idle = self._idle.popleft()
@@ -297,11 +287,7 @@ class ConnectionPool:
                 return
 
     async def _connect(self) -> Wire:
-        """Return a connection that is logged in.
-
-        Raises:
-            StoreUnavailableError: connecting or the login failed.
-        """
+        """Return a new connection that is logged in."""
         dialer = self._dialer
         deadline_s = dialer.connect_timeout_s
         try:
@@ -362,10 +348,10 @@ class ConnectionPool:
         """Retry or fail the requests of a connection that has ended.
 
         Requests are retried if the server closed the connection. If the server refused a new
-        connection, they wait as long as other connections work. All other requests fail.
+        connection, they wait as long as other connections work. Other requests fail.
 
         Args:
-            requests: the requests without an answer.
+            requests: the requests without a reply.
             failure: why and how the connection ended.
         """
         reason = f"{self._url} {failure.reason}"
@@ -385,17 +371,14 @@ class ConnectionPool:
         self._put_back(again)
 
     def _put_back(self, requests: Sequence[WireRequest]) -> None:
-        """Put requests that were not answered back at the front of the queue."""
+        """Put requests back at the front of the queue, to be sent again."""
         for request in reversed(requests):
             request.num_retries, request.was_sent = request.num_retries + 1, False
             self._waiting.appendleft(request)
         self._wake_one()
 
     def _serves(self) -> bool:
-        """Return True if some connection works.
-
-        A server that refuses new connections may still serve old ones.
-        """
+        """Return True if some connection works; a server may refuse only new connections."""
         return any(wire.has_answered and not wire.is_lost for wire in self._wires)
 
     def _fail_waiting(self, reason: str) -> None:
@@ -406,7 +389,7 @@ class ConnectionPool:
 async def finished(requests: Sequence[WireRequest]) -> list[Outcome]:
     """Wait until all requests have ended; return their outcomes.
 
-    A cancel withdraws requests that have not been sent, and is raised when the rest has ended.
+    A cancel withdraws requests that have not been sent; the call raises when the others have ended.
     """
 
     def abandon() -> None:

@@ -1,4 +1,4 @@
-"""The store on Redis: one server, the master that sentinels name, or a cluster."""
+"""The store on Redis: one server, the master that Sentinels name, or a cluster."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ _LARGE_BYTES = 64 << 10  # a shorter value fits into every server's buffers
 
 
 class SentinelLocator:
-    """A `Locator` that asks sentinels, the processes that know which server is the master.
+    """A `Locator` that asks Sentinels, the processes that know which server is the master.
 
-    The sentinel that answered last is asked first. After a failover the old master closes its
-    clients' connections, or is dead. A connection that still leads to a replica is closed when its
-    first write is refused.
+    The Sentinel that answered last is asked first. After a failover the old master closes its
+    connections or is dead. A connection that leads to a replica is closed when its first write is
+    refused.
     """
 
     def __init__(self, url: RedisUrl, access: RedisAccess) -> None:
@@ -85,7 +85,11 @@ class SentinelLocator:
         self._sentinels = list(url.addresses)
 
     async def locate(self) -> Address:
-        """See `Locator.locate`."""
+        """Return the master's address.
+
+        Raises:
+            StoreUnavailableError: no Sentinel returned an address.
+        """
         failures = []
         for sentinel in tuple(self._sentinels):
             try:
@@ -194,10 +198,7 @@ class RedisStore(BaseStore):
             await self._read_clock(router, access)
 
     async def _read_clock(self, router: Router, access: RedisAccess) -> None:
-        """Ask a server for its time, and note the difference from this machine's clock.
-
-        If the server does not answer, the last difference stays.
-        """
+        """Record how far a server's clock differs from this machine's, if the server answers."""
         try:
             new_connection = access.connection(await router.nodes()[0].locate())
             deadline_s = access.pace.deadline_s(0)
@@ -235,7 +236,6 @@ class RedisStore(BaseStore):
         return [get_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        """See `Store.get`."""
         check_name(name)
         call = KeyCommand(name, lambda: question("GET", name, num_bytes=max_bytes))
         [reply] = await self._carry_out([call], Purpose.QUESTION)
@@ -272,14 +272,10 @@ class RedisStore(BaseStore):
         ]
 
     async def _refusal_of_size(self, cut: Sequence[PutItem]) -> PutOutcome | None:
-        """Find out if the server closes connections because a value is too large for its limits.
+        """Return FULL if the server closes connections because a value is too large, else None.
 
-        Such a server sends no error, and answers small requests. The longest value of the
-        interrupted writes `cut` is therefore written once more, between two pings.
-
-        Returns:
-            The outcome FULL for such a server. None if the server takes the value, or answers
-                nothing at all.
+        Such a server sends no error, and answers small requests. The longest interrupted write is
+        therefore repeated between two pings.
         """
         longest = max(cut, key=lambda item: item.num_bytes)
         if longest.num_bytes < _LARGE_BYTES:
@@ -305,13 +301,11 @@ class RedisStore(BaseStore):
         return sum(await self._each("UNLINK", names))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """See `Store.touch`."""
         check_names(names)
         check_ttl(ttl_s)
         return sum(await self._each("PEXPIRE", names, math.ceil(ttl_s * 1000)))
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """See `Store.list`."""
         check_prefix(prefix)
         check_limit(limit)
         position, *passed = _parse_cursor(cursor)
@@ -338,10 +332,7 @@ class RedisStore(BaseStore):
         return ListPage(tuple(values.values()), after)
 
     async def _found_on_their_way(self, names: Sequence[str]) -> dict[str, StoredValue]:
-        """Describe values that are moving between servers.
-
-        The server that has a value now is asked.
-        """
+        """Describe values that are moving between servers, as the server with each one does."""
         calls = [
             KeyCommand(name, partial(question, verb, name))
             for name in names
@@ -365,10 +356,7 @@ class RedisStore(BaseStore):
         await random.choice(self._opened().nodes()).ask("PUBLISH", topic, message)
 
     async def _connect_to_hear(self) -> RedisConnection:
-        """Return a connection to a server that receives every message.
-
-        In a cluster every node receives them, unless it has left the cluster.
-        """
+        """Return a connection to a server that receives every message, as all in a cluster do."""
         failure: Exception = StoreUnavailableError(f"{self.url} has no server that can be reached")
         nodes = list(self._opened().nodes())
         random.shuffle(nodes)
@@ -393,11 +381,7 @@ class RedisStore(BaseStore):
         return await self._router.carry_out(calls, purpose)
 
     async def _each(self, verb: str, names: Sequence[str], *more: int) -> Sequence[int]:
-        """Return the number that the command `verb name more` answers, for each name.
-
-        Raises:
-            StoreUnavailableError: a server did not answer.
-        """
+        """Return the numbers that the commands `verb name more`, one per name, are answered."""
         router = self._opened()
         parts = cut(names, NAMES_PER_COMMAND)
         return [answer for part in parts for answer in await router.each(verb, part, *more)]
@@ -423,11 +407,9 @@ def _is_cut(reply: Reply | Unanswered) -> bool:
 
 
 def _parse_cursor(cursor: str | None) -> list[int]:
-    """Return the numbers in a cursor.
+    """Return the numbers in a cursor: SCAN's position, and CRCs of the servers' addresses.
 
-    The first is the position in a server's listing. Then follow the servers that have been listed
-    and, last, the one that is being listed; each by the CRC of its address, since masters change
-    between pages.
+    The last server is being listed; those before it are complete.
     """
     if cursor is None:
         return [0]

@@ -5,8 +5,8 @@
        '-> the owner submits more, before any caller is woken
 
 The server answers requests in order, so a reply belongs to the oldest request in flight, even if
-its caller was cancelled. A request's buffers are in use from `submit` to its outcome; a request
-that will never be answered gets its outcome when the socket is closed.
+its caller was cancelled. The connection uses a request's buffers from `submit` until its outcome is
+set. When the socket is closed, every request without a reply gets an outcome.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Address:
 
 
 def port_of(text: str) -> int | None:
-    """Return the port that a server wrote as `text`, None if `text` is no port."""
+    """Return the port that a server wrote as `text`, None if `text` is not a port."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(_MAX_PORT))
     return int(text) if is_number and is_port(int(text)) else None
 
@@ -63,9 +63,9 @@ def is_port(number: int) -> bool:
 
 
 class Pipe(Protocol):
-    """A socket, plain or with TLS.
+    """A connected socket, plain or with TLS.
 
-    `read` and `write` raise BlockingIOError if nothing can be moved now, and OSError if the
+    `read` and `write` raise BlockingIOError if no byte can be moved now, and OSError if the
     connection is lost.
     """
 
@@ -78,7 +78,7 @@ class Pipe(Protocol):
 
     @property
     def has_more(self) -> bool:
-        """True if bytes can be read although the socket is not readable."""
+        """True if TLS has decrypted bytes that can be read although the socket is not readable."""
 
     def read(self, into: Sequence[memoryview]) -> int:
         """Receive bytes into the buffers `into`, in order.
@@ -88,10 +88,10 @@ class Pipe(Protocol):
         """
 
     def write(self, pieces: Sequence[memoryview]) -> int:
-        """Send from the buffers `pieces`, in order; return the number of bytes sent.
+        """Send bytes from the buffers `pieces`, in order; return the number of bytes sent.
 
-        TLS ends a write that was begun before first, so the number can be larger than `pieces` are
-        long. After BlockingIOError the next pieces must begin with the same bytes.
+        After BlockingIOError the next call must begin with the same bytes. With TLS that call may
+        complete an earlier, longer write, so the number can exceed the length of `pieces`.
         """
 
     def close(self) -> None: ...
@@ -120,11 +120,10 @@ class PlainPipe:
 
 
 class TlsPipe:
-    """A socket with TLS. One call moves one buffer, as OpenSSL does.
+    """A socket with TLS. One call moves one buffer.
 
-    A write that OpenSSL could not end must be repeated with the same bytes and length: OpenSSL has
-    encrypted, and maybe sent, a part of it. With another length the write fails ("bad length"), and
-    the connection with it.
+    A write that OpenSSL could not complete is repeated with the same bytes and length, as OpenSSL
+    demands; with another length the connection fails ("bad length").
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -138,14 +137,12 @@ class TlsPipe:
         return self._socket.pending() > 0
 
     def read(self, into: Sequence[memoryview]) -> int:
-        """See `Pipe.read`."""
         try:
             return self._socket.recv_into(into[0])
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
 
     def write(self, pieces: Sequence[memoryview]) -> int:
-        """See `Pipe.write`."""
         piece = pieces[0] if self._begun is None else self._begun
         try:
             num_bytes = self._socket.send(piece)
@@ -160,9 +157,7 @@ class TlsPipe:
 
 
 async def open_pipe(address: Address, tls: ssl.SSLContext | None) -> Pipe:
-    """Connect to a server.
-
-    The call has no deadline of its own; a cancel closes the socket.
+    """Connect to a server, without a deadline; a cancel closes the socket.
 
     Args:
         address: the server's address.
@@ -205,10 +200,7 @@ async def _connect(address: Address) -> socket.socket:
 
 
 async def _first_connected(found: Sequence[tuple[int, object]]) -> socket.socket:
-    """Return the socket of the address that answers first.
-
-    Each address is tried _START_S seconds after the one before, since its machine may be down.
-    """
+    """Return a socket to the address that answers first, trying one more every _START_S seconds."""
     infos = [(f, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where) for f, where in found]
     try:
         return await start_connection(infos, happy_eyeballs_delay=_START_S)  # type: ignore[arg-type]
@@ -217,11 +209,7 @@ async def _first_connected(found: Sequence[tuple[int, object]]) -> socket.socket
 
 
 async def _resolved(address: Address) -> Sequence[tuple[int, object]]:
-    """Return the address families and socket addresses of a host, in the system's order.
-
-    Raises:
-        OSError: the host has no address.
-    """
+    """Return the address families and socket addresses of a host, in the system's order."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:  # an address needs no look-up in a thread, which takes 17 ms on a busy machine
             socket.inet_pton(family, address.host)
@@ -282,7 +270,7 @@ def _set(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
-# Most bytes sent in one turn of the loop over all connections of a store: 1 MiB takes 0.3 ms.
+# Largest number of bytes that all connections of a store send in one turn of the loop: 1 MiB takes 0.3 ms.
 # Without this limit SET of 512 KiB over 8 connections blocks the loop for 5.2 ms (p99).
 _TURN_BYTES = 1 << 20
 
@@ -295,9 +283,10 @@ class Unanswered:
     """The reason why a request has no reply.
 
     Attributes:
-        is_over: True if the server closed or refused the connection; another one may carry the
-            request.
-        is_new: True if nothing was ever received on the connection.
+        reason: end of the sentence "URL ...", for errors.
+        is_over: True if the server closed or refused the connection, so that the request can be
+            sent again over another one.
+        is_new: True if no byte was ever received on the connection.
     """
 
     reason: str
@@ -309,9 +298,9 @@ Outcome = list[Reply] | Unanswered
 
 
 class Batch:
-    """One future for all requests of a caller, which is set when the last one has ended.
+    """One future for all requests of a caller, resolved when the last one has ended.
 
-    A future for each request would take as long as all other work for it.
+    A future per request would take as much time as all other work for the request.
     """
 
     __slots__ = ("_num_open", "ended")
@@ -328,24 +317,24 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class WireRequest:
-    """One or several commands as bytes to send, with the buffers for a value.
+    """One or several commands as bytes to send, with the buffers for a value to receive.
 
     Attributes:
         pieces: the bytes to send.
-        into: buffers for the value of the last command's reply; None to return the reply itself.
+        into: buffers for the value in the last command's reply; None to return the reply itself.
         num_bytes: size of the value that is sent or asked for.
-        outcome: all replies, or why there are none; set once, when the buffers are the caller's
-            again.
-        batch: notified of the outcome.
+        outcome: all replies, or why there are none; set once, when the connection no longer uses
+            the buffers.
+        batch: notified when the outcome is set; None for no notification.
         num_replies: number of commands in `pieces`.
-        digest: receives the bytes that land in `into`.
-        was_sent: True if the request was given to a connection.
+        digest: receives the bytes that are written into `into`; None for none.
+        was_sent: True if a connection has the request.
         may_retry: False if the request must not be sent again.
         num_retries: number of times that the request was sent again.
-        is_login: True if the request makes sense on its own connection only.
-        is_once: True if the request must not be sent again after the server may have carried it
-            out.
-        complete: fills in the rest of the value, see `PutItem.complete`.
+        is_login: True for a command of the login, which is valid only on its own connection.
+        is_once: True if the request must not be sent again once the server may have carried it out.
+        complete: fills in the rest of the value, see `PutItem.complete`; None if nothing is
+            missing.
     """
 
     pieces: Sequence[memoryview]
@@ -364,10 +353,7 @@ class WireRequest:
 
     @property
     def bulk_bytes(self) -> int:
-        """Size of the value that the request sends or receives.
-
-        A question, whose reply is short, has size 0.
-        """
+        """The size of the value that the request sends or receives; 0 for a short reply."""
         is_question = self.into is None and len(self.pieces) == 1
         return 0 if is_question else self.num_bytes
 
@@ -376,7 +362,7 @@ class WireRequest:
         return self.into is None and self.bulk_bytes > _LONG_BYTES
 
     def make_ready(self) -> None:
-        """Call `complete`, which fills in bytes to send, if that has not been done."""
+        """Call `complete`, which fills in bytes to send, unless it was called before."""
         if self.complete is not None:
             self.complete()
             self.complete = None
@@ -388,7 +374,7 @@ class WireRequest:
                 self.batch.one_ended()
 
     def abandon(self) -> None:
-        """Withdraw the request if it was not sent; otherwise let it end, without a retry."""
+        """Withdraw the request if it was not sent; otherwise forbid to send it again."""
         self.may_retry = False
         if not self.was_sent:
             self.settle(Unanswered("withdrawn: its caller was cancelled"))
@@ -411,15 +397,17 @@ class TransferTimeout:
 
 
 class Window:
-    """A limit for the values on their way to or from one server.
+    """A limit for the bytes of values under way to or from one server.
 
-    One object counts over all connections that read, another over all that write. Two values may be
-    on their way in any case, so that the next one is there when one ends.
+    One object counts for all connections that read, another for all that write. Two values may be
+    under way in any case, so that the server always has a next one.
 
     Args:
-        home_bytes: most bytes on their way before another value begins, for a server on this
-            machine: more would leave the processor's cache before they are sent or received.
-        away_bytes: the same for a server on another machine, where the next value travels longer.
+        home_bytes: number of bytes under way from which on no further value begins, for a server on
+            this machine. More would not stay in the processor's cache until they are sent or
+            received.
+        away_bytes: the same for a server on another machine, to which the next value travels
+            longer.
     """
 
     def __init__(self, *, home_bytes: int, away_bytes: int) -> None:
@@ -453,7 +441,7 @@ class WireStats:
 
 
 class Turn:
-    """The bytes that may still be sent in this turn of the event loop, over several connections."""
+    """The bytes that several connections may still send in this turn of the event loop."""
 
     def __init__(self) -> None:
         self.left = _TURN_BYTES
@@ -475,12 +463,12 @@ class Turn:
             go_on()
 
 
-# Most bytes read in one callback, so that the loop's other work can run. With 256 KiB, GET of 2 MiB
+# Largest number of bytes read in one callback, so that the loop's other work can run. With 256 KiB, GET of 2 MiB
 # takes an eighth more processor time.
 _READ_TURN_BYTES = 1 << 20
-# Least bytes that a read counts for: many short values can arrive in a turn, and each is work.
+# Number of bytes that a shorter read counts for: many short values take long, too.
 _MIN_READ_BYTES = 128 << 10
-# Most bytes sent in one call: a value of 2 MiB is sent at once. In pieces of 512 KiB, one per turn,
+# Largest number of bytes sent in one call: a value of 2 MiB is sent at once. In pieces of 512 KiB, one per turn,
 # client and server take an eighth more processor time.
 _CALL_BYTES = (2 << 20) + (64 << 10)
 _HEADS_BYTES = 64 << 10
@@ -501,27 +489,27 @@ class _InFlight:
 
 
 class Owner(Protocol):
-    """The owner of connections, which gives them requests and gets back those that fail.
+    """The owner of connections: it submits requests to them, and retries those that fail.
 
     The methods are called on the event loop and return without waiting.
     """
 
     def fill(self, wire: Wire) -> None:
-        """Submit more requests to `wire`, which has received answers and may have room."""
+        """Submit more requests to `wire`, which has received replies and may have room."""
 
     def requeue(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
-        """Retry or fail requests that get no reply on their connection; their buffers are free.
+        """Retry or fail requests that got no reply before their connection ended.
 
         Args:
-            requests: the requests, the oldest first.
+            requests: the requests, the oldest first; their buffers are no longer in use.
             failure: why and how the connection ended.
         """
 
 
 class Wire:
-    """A connected socket, and the requests that are under way on it.
+    """A connected socket, and the requests that are in flight on it.
 
-    All methods run on the event loop; only `until_room` waits.
+    Call the methods on the event loop. Only `until_room` waits.
     """
 
     def __init__(
@@ -547,7 +535,7 @@ class Wire:
         self._in_flight_bytes = 0
         self._was_heard = False
         self._has_ended_some = False  # since the owner's last `fill`
-        self._is_writing = False  # waits until the socket takes more bytes
+        self._is_writing = False  # True while waiting until the socket takes more bytes
         self._waits_for_turn = False
         self._is_broken = False
         self._timer: asyncio.TimerHandle | None = None
@@ -562,15 +550,15 @@ class Wire:
         window.is_at_home = pipe.is_at_home
 
     def submit(self, request: WireRequest, *, since: float) -> None:
-        """Queue `request` for `send`, behind the requests submitted before.
+        """Queue `request` behind those submitted before; `send` sends it.
 
         Args:
-            request: the commands; its buffers are in use until its outcome.
-            since: time of the event loop from which the request's time limit counts: the request
-                was ready then, even if no connection was open. At least half of the limit remains
-                after this call, however long connecting took.
+            request: the commands. The connection uses the buffers until the outcome is set.
+            since: time of the event loop from which the request's time limit counts: when the
+                request was ready, even if no connection was open then. At least half of the limit
+                remains after this call, however long connecting took.
         """
-        assert not self.is_lost, "the caller checks this before"
+        assert not self.is_lost, "a lost connection takes no requests"
         if not self._in_flight:
             self._was_heard = False
         request.was_sent = True
@@ -612,7 +600,10 @@ class Wire:
         await self._room.wait()
 
     def close(self, failure: Unanswered) -> None:
-        """Close the socket; requests in flight get `failure`. A second call does nothing."""
+        """Close the socket; requests in flight get the outcome `failure`.
+
+        A repeated call does nothing.
+        """
         if self.is_lost:
             return
         self.is_lost = True
@@ -630,7 +621,7 @@ class Wire:
         self._owner.requeue(requests, failure)
 
     def _read(self) -> None:
-        if self._reads_on is None:  # else it has its turn
+        if self._reads_on is None:  # else `_read_on` is scheduled
             self._read_turn()
 
     def _read_on(self) -> None:
@@ -747,8 +738,8 @@ class Wire:
     def _next_pieces(self, max_bytes: int) -> list[memoryview]:
         """Return the bytes to send with one system call, at most `max_bytes`.
 
-        A second long piece waits for a call of its own if this turn of the event loop has no bytes
-        left for it.
+        A second long piece is left to the next call if this turn of the loop has no bytes left for
+        it.
         """
         pieces: list[memoryview] = []
         num_bytes = 0
@@ -781,10 +772,7 @@ class Wire:
         self.close(Unanswered(f"did not answer within {oldest.allowed_s * 1000:.0f} ms"))
 
     def _lose(self, why: str) -> None:
-        """Close the connection after the server has ended it.
-
-        Requests that cannot simply be repeated are marked before (`may_retry`).
-        """
+        """Close a connection that has ended; mark requests that must not be sent again."""
         for place, waiting in enumerate(self._in_flight):
             # The oldest request's digest may have received a part of the value. Without an answer
             # the command may have been carried out: a server that closes drops its answers.
