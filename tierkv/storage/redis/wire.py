@@ -270,8 +270,8 @@ def _set(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
-# Largest number of bytes that all connections of a store send in one turn of the loop: 1 MiB takes 0.3 ms.
-# Without this limit SET of 512 KiB over 8 connections blocks the loop for 5.2 ms (p99).
+# Largest number of bytes that all connections of a store send in one turn of the loop: 1 MiB takes
+# 0.3 ms. Without this limit SET of 512 KiB over 8 connections blocks the loop for 5.2 ms (p99).
 _TURN_BYTES = 1 << 20
 
 
@@ -463,13 +463,13 @@ class Turn:
             go_on()
 
 
-# Largest number of bytes read in one callback, so that the loop's other work can run. With 256 KiB, GET of 2 MiB
-# takes an eighth more processor time.
+# Largest number of bytes read in one callback, so that the loop's other work can run. With 256 KiB,
+# GET of 2 MiB takes an eighth more processor time.
 _READ_TURN_BYTES = 1 << 20
 # Number of bytes that a shorter read counts for: many short values take long, too.
 _MIN_READ_BYTES = 128 << 10
-# Largest number of bytes sent in one call: a value of 2 MiB is sent at once. In pieces of 512 KiB, one per turn,
-# client and server take an eighth more processor time.
+# Largest number of bytes sent in one call: a value of 2 MiB is sent at once. In pieces of 512 KiB,
+# one per turn, client and server take an eighth more processor time.
 _CALL_BYTES = (2 << 20) + (64 << 10)
 _HEADS_BYTES = 64 << 10
 _MAX_IN_FLIGHT = 64
