@@ -215,10 +215,7 @@ class Spaces:
         return None if own is None else own[tier]
 
     def orders(self, tier: Tier) -> list[tuple[EvictionOrder, Space | None]]:
-        """Return (queue, space) for each eviction queue of the tier.
-
-        Space None is the common queue.
-        """
+        """Return each eviction queue of the tier with its space (None: the common queue)."""
         own = [(order, space) for space in self.all() if (order := self.own_order(space, tier))]
         return [(self.order[tier], None), *own]
 
@@ -482,7 +479,7 @@ class Tree:
             node: the node.
             i: index of the first block within the node.
             j: index after the last block.
-            change: the change.
+            change: the transition of the state of the copies.
             slots: new slots for RESERVE and PLACE, int32 [j - i].
 
         Returns:
@@ -940,7 +937,7 @@ class Index:
         A node that continues beyond `num_blocks` is split, so that its other blocks can be evicted.
 
         Args:
-            node: the end of a path with at least `num_blocks` blocks.
+            node: the tree node at the end of a path with at least `num_blocks` blocks.
             num_blocks: number of blocks to protect.
 
         Returns:
@@ -1029,7 +1026,7 @@ class Index:
         """Let the first blocks of a path be evicted only after all blocks without a soft pin.
 
         Args:
-            node: the end of a path with at least `num_blocks` blocks.
+            node: the tree node at the end of a path with at least `num_blocks` blocks.
             num_blocks: number of blocks to pin.
 
         Returns:
@@ -1161,7 +1158,7 @@ class Index:
             node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
-            change: the change.
+            change: the transition of the state of the copies.
             slots: new slots for RESERVE and PLACE, int32 [stop - start].
 
         Returns:

@@ -279,7 +279,7 @@ def is_allowed(current: CopyState, change: Change) -> bool:
 
     Args:
         current: state of the copy.
-        change: the change.
+        change: the transition of the state of the copies.
 
     Returns:
         True if it does.
@@ -292,7 +292,7 @@ def advance(current: CopyState, change: Change) -> CopyState:
 
     Args:
         current: state of the copy.
-        change: the change.
+        change: the transition of the state of the copies.
 
     Returns:
         The new state.
@@ -449,7 +449,7 @@ class TierCopies:
         Args:
             start: index of the first block within the node.
             stop: index after the last block.
-            change: the change. FAIL and EVICT remove the slots.
+            change: the transition of the state. FAIL and EVICT remove the slots.
             slots: slots that RESERVE and PLACE assign, int32 [stop - start]; None for other
                 changes.
 

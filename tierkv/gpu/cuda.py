@@ -118,7 +118,7 @@ class Gpu:
 class Bound:
     """The context that `Gpu.bound` returns.
 
-    A class, since a generator took 14 us longer before the first byte of every copy.
+    It is a class, since a generator took 14 us longer before the first byte of every copy.
     """
 
     __slots__ = ("_before", "_closes", "_gpu")

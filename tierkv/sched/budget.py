@@ -124,7 +124,7 @@ class Budget:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Count no seconds during the body, for copies of fetched blocks to the device."""
+        """Stop counting seconds during the body, which copies fetched blocks to the device."""
         self._spent_s, self._is_stopped = self._spent(), True
         self._reschedule()
         try:

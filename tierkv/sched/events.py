@@ -45,7 +45,7 @@ class CacheEvent(msgspec.Struct, frozen=True):
     Attributes:
         number: number of the event, one more than that of the event before; a gap means that events
             were dropped.
-        kind: the change.
+        kind: the kind of change.
         tier: "device", "host" or "storage".
         space: short name of the fingerprint (model, tenant, adapter); "" for the service's own.
         start: index of the first block.
@@ -289,7 +289,7 @@ class CacheEvents:
         """Publish a change of blocks [start, stop) of a path, one event for each node of the path.
 
         Args:
-            kind: the change.
+            kind: the kind of change.
             tier: "device", "host" or "storage".
             node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
@@ -448,7 +448,7 @@ class CacheEvents:
         """Return an event about `run` without publishing it.
 
         Args:
-            kind: the change.
+            kind: the kind of change.
             tier: "device", "host" or "storage".
             run: the blocks.
             session_id: the session whose turn has computed the blocks; "" without one.
@@ -486,7 +486,7 @@ class CacheEvents:
         """Publish one event about `run`; its blocks need not be in the index any more.
 
         Args:
-            kind: the change.
+            kind: the kind of change.
             tier: "device", "host" or "storage".
             run: the blocks.
             session_id: the session whose turn has computed the blocks; "" without one.

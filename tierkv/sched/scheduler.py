@@ -147,7 +147,7 @@ class Scheduler:
         return self._admissions.is_paused
 
     def pause(self, *, why: str = "asked") -> None:
-        """Stop admissions until `unpause` is called with the same reason.
+        """Stop admissions until `unpause` is called with the same reason `why`.
 
         New requests join the queue, and running ones go on. Fetched blocks of waiting requests are
         released, so that the caller can empty or shrink a tier.

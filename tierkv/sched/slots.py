@@ -297,7 +297,7 @@ class Slots:
             self._work.capacity_changed()
 
     def lend(self, tier: Tier, slots: Ids) -> None:
-        """List slots as used by a copy outside the index, so that `verify` does not miss them.
+        """List slots as used by a copy outside the index; `verify` then counts them as in use.
 
         Args:
             tier: the tier of the slots.

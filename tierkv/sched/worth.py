@@ -78,7 +78,7 @@ class Regret:
     largest_s: float = 0.0
 
     def allow(self, compute_s: float) -> None:
-        """Add the allowance of a new request, which computes for `compute_s` seconds."""
+        """Raise the balance for a new request, which computes for `compute_s` seconds."""
         if 0 < compute_s < float("inf"):
             self.usual_s = max(compute_s, self.usual_s * _FADING)
             grown = max(compute_s - self.largest_s, 0.0)
