@@ -100,7 +100,7 @@ def test_the_halves_of_a_run_share_its_bytes_until_most_of_them_are_needed_no_mo
         cache.drop(node, 0, node.num_blocks)
     assert runs[3].packed == pack(base[: 8 * SIZE])
     runs[3].packed += b"\0" * 4 * 25 * SIZE
-    cache.check_is_told("keeps more tokens in memory that are gone than it may")
+    cache.check_is_told("keeps too many tokens of removed blocks in memory")
 
 
 def test_a_run_whose_end_went_lets_go_of_what_it_shares_with_runs_above() -> None:

@@ -94,7 +94,7 @@ FIELDS: list[tuple[Callable[[World], Any], str, Any, str]] = [
     (lambda on: on.service.index, "num_held_leases", more, "leases are out, but nodes count"),
     (lambda on: running_of(on).lease.node, "holders", 7, "leases are out, but nodes count"),
     (device_order, "num_unheld", more, "unheld copies, but"),
-    (device_order, "_newest", {}, "could be evicted, is not queued"),
+    (device_order, "_newest", {}, "could be evicted, but is not queued"),
     (device_order, "_line", lambda line: deque(reversed(line)), "the line is not in order"),
     (lambda on: on.service.index.spaces.root.space, "used", [99, 0], "copies, but"),
     (copies_of, "num_present", more, "counts"),
@@ -126,11 +126,11 @@ FIELDS: list[tuple[Callable[[World], Any], str, Any, str]] = [
     (waiting_of, "timer", None, "waits for blocks without a deadline"),
     (
         lambda on: waiting_of(on).wait.promise,
-        *("num_waiting", 0, "wait for a promise that counts 0"),
+        *("num_waiting", 0, "wait for blocks of another request, which counts 0"),
     ),
     (
         lambda on: waiting_of(on).wait.promise,
-        *("num_waiting", 2, "wait for a promise that counts 2"),
+        *("num_waiting", 2, "wait for blocks of another request, which counts 2"),
     ),
     (
         lambda on: running_of(on).lease,

@@ -296,7 +296,9 @@ class EvictionOrder:
                 continue
             entry = self._newest.get(node.uid)
             if entry is None or entry[1] not in queued or entry[0] != self.rank(node):
-                wrong.append(f"{self.tier.name}: node {node.uid} could be evicted, is not queued")
+                wrong.append(
+                    f"{self.tier.name}: node {node.uid} could be evicted, but is not queued"
+                )
         known = {node.uid for node in nodes}
         if lost := [uid for uid in self._newest if uid not in known]:
             wrong.append(f"{self.tier.name}: {len(lost)} nodes are queued that left the tree")

@@ -72,7 +72,8 @@ def _space_findings(index: Index, nodes: list[TreeNode], tier: Tier) -> list[str
         if used[space.name] != space.used[tier]
     ]
     wrong.extend(
-        f"fingerprint {space.name!r} has a quota or a {tier.name} queue of its own, not both"
+        f"fingerprint {space.name!r} must have both a quota and a {tier.name} queue of its own, "
+        "or neither"
         for space in index.spaces.all()
         if space.has_quota != (index.spaces.own_order(space, tier) is not None)
     )
@@ -101,7 +102,7 @@ def _node_findings(node: TreeNode, index: Index) -> list[str]:
     unfit = [tier for tier in Tier if not node.copies[tier].fits(node.num_blocks)]
     if unfit:  # the checks below would read slots of other blocks
         names = " and ".join(tier.name for tier in unfit)
-        return [*wrong, f"{name} has not a {names} slot and state for each of its blocks"]
+        return [*wrong, f"{name} does not have one {names} slot and state for each of its blocks"]
     wrong += [f"{name} {what}" for what in _residency_findings(node)]
     for tier in Tier:
         wrong += [f"{name} {what}" for what in _tier_findings(node, tier)]
@@ -138,17 +139,17 @@ def _children_findings(node: TreeNode) -> list[str]:
     if not by_first <= node.children.keys():
         wrong.append("has a child that its first token does not find")
     if sorted(node.children.keys() - by_first) != node.order:
-        wrong.append("lists other children in order than it has")
+        wrong.append("lists other children in `order` than it has")
     if any(child.parent is not node or child.space is not node.space for child in children):
-        wrong.append("has a child that belongs elsewhere")
+        wrong.append("has a child with another parent or space")
     for tier in Tier:
         expected, counted = sum(n.num_present(tier) > 0 for n in children), node.present_children
         if expected != counted[tier]:
             wrong.append(f"counts {counted[tier]} children on {tier.name}, not {expected}")
     if node.parent is not None and sum(child.soft_pins for child in children) > node.soft_pins:
-        wrong.append("is softly pinned less often than what is below it")
+        wrong.append("has fewer soft pins than its children")
     if node.parent is not None and any(child.hits > node.hits for child in children):
-        wrong.append("was matched less often than what is below it")
+        wrong.append("has fewer matches than a child")
     return wrong
 
 
@@ -164,21 +165,21 @@ def _memory_findings(node: TreeNode) -> list[str]:
     if node.end != node.start + node.num_blocks:
         wrong.append(f"has {node.num_blocks} blocks")
     if len(node.digests) > node.num_blocks * DIGEST_BYTES:
-        wrong.append("remembers more digests than it has blocks")
+        wrong.append("has more digests than blocks")
     elif node.digests and node.digests != _digests_of(node):
-        wrong.append("remembers digests that are not those of its tokens and of what is above")
+        wrong.append("has digests that do not fit its tokens and its parent's digest")
     if any(not node.start <= block < node.end for block in node.extras or ()):
-        wrong.append("has media in blocks that it has not")
+        wrong.append("has media keys for blocks that it does not have")
     if len(node.stored_in(0, node.num_blocks)) != node.num_blocks:
-        wrong.append("does not say of each block whether it is believed stored")
+        wrong.append("does not have one mark for each block that says whether it is stored")
     if node.soft_pins < 0:
         wrong.append(f"is softly pinned {node.soft_pins} times")
     if len(node.packed) > MAX_KEPT * _bytes_that_share(node):
-        wrong.append("keeps more tokens in memory that are gone than it may")
+        wrong.append("keeps too many tokens of removed blocks in memory")
     above = node.packed[max(node.packed_at - parent.token_bytes, 0) : node.packed_at]
     # A match compares them together with the node's own tokens.
     if not parent.tokens.endswith(above):
-        wrong.append("keeps other tokens before its own than its parent has")
+        wrong.append("has other tokens before its own than its parent has")
     if node.holders == 0 and node.last_used > parent.last_used and parent.holders == 0:
         wrong.append("was used after its parent")
     return wrong

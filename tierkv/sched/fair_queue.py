@@ -326,7 +326,10 @@ class WaitingLine:
         ]
         waits = Counter(one.wait.promise for one in self if one.wait is not None)
         wrong.extend(
-            (f"{count} requests wait for a promise that counts {promise.num_waiting} requests")
+            (
+                f"{count} requests wait for blocks of another request, which counts "
+                f"{promise.num_waiting} requests"
+            )
             for promise, count in waits.items()
             if promise.num_waiting != count
         )

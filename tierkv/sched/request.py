@@ -330,11 +330,11 @@ class Computing:
         wrong = []
         if len(promises) != self.num_promises:
             wrong.append(
-                f"{self.num_promises} blocks' promises are counted, {len(promises)} are listed"
+                f"{self.num_promises} promised runs are counted, but {len(promises)} are listed"
             )
         if len(promises) > num_running:
             wrong.append(
-                f"{len(promises)} prompts are claimed as computing by {num_running} requests"
+                f"{len(promises)} promised runs are listed, but only {num_running} requests run"
             )
         for key, listed in self._promises.items():
             wrong.extend(
@@ -343,7 +343,7 @@ class Computing:
                 if promise.is_over
             )
             if any(promise.key != key for promise in listed):
-                wrong.append("a promise is listed where it does not belong")
+                wrong.append("a promise of blocks is listed under a wrong key")
         return wrong
 
 

@@ -513,7 +513,7 @@ class Scheduler:
         """
         if request.state is not RequestState.PREEMPTED:
             raise OwnershipError(
-                f"request {request.request_id!r} is not preempted, so it cannot be resumed"
+                f"request {request.request_id!r} is not preempted, so it cannot be abandoned"
             )
         request.state = RequestState.ENDED
         self._preempted.remove(request)
