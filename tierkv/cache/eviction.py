@@ -507,9 +507,6 @@ def make_policy(kind: EvictionKind, capacity: int) -> EvictionPolicy:
     Args:
         kind: the policy's kind.
         capacity: number of blocks of the tier or quota.
-
-    Returns:
-        A new policy.
     """
     match kind:
         case EvictionKind.LRU:

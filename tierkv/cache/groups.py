@@ -1,12 +1,12 @@
 """KV cache groups: an engine's layers by layout and by the blocks that they need.
 
-All layers of a group share a layout, a block size, and one of these rules for a number of first
-tokens that the engine wants to use:
+All layers of a group share a layout, a block size, and one of these rules for the blocks that a
+prefix of a prompt needs:
 
-full attention     every block before a length, the last one perhaps in part
-sliding window     only the blocks that hold the last tokens before a length
-state              one block, the state at exactly that length, which is a multiple of the
-                   block size, or the end of the prompt that was saved
+full attention     every block of the prefix, the last one perhaps in part
+sliding window     only the blocks that hold the last tokens of the prefix
+state              one block, the state at exactly the end of the prefix, which is a multiple of
+                   the block size, or the end of the prompt that was saved
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_BLOCK: Final = -1  # in a list of an engine's blocks, for a position without 
 
 
 class GroupKind(Enum):
-    """The rule that says which blocks a cache group needs for a number of first tokens.
+    """The rule that says which blocks a cache group needs for a prefix of a prompt.
 
     The member's text is part of every key of an engine, unless FULL is its only group (see
     `embed.host_side.whole_fingerprint`). Code with a case for each kind: `CacheGroup` and
@@ -91,9 +91,6 @@ class CacheGroup:
         Args:
             num_tokens: number of first tokens that the engine wants to use.
             have_tokens: number of first tokens whose blocks the engine has already.
-
-        Returns:
-            The positions, which may be empty.
         """
         size = self.layout.block_size
         stop = -(-num_tokens // size)
@@ -112,15 +109,12 @@ class CacheGroup:
         return self.kind is not GroupKind.STATE and self.layout.has_prefixes
 
     def longest(self, limit: int, valid: TokensAt) -> int:
-        """Return the largest number of first tokens, at most `limit`, with all needed blocks here.
+        """Return the length of the longest prefix whose needed blocks are cached, in tokens.
 
         Args:
-            limit: largest number of tokens.
+            limit: largest length.
             valid: for each block position, the number of the block's first tokens that are cached;
                 for a state, the number of tokens between the block's start and the state.
-
-        Returns:
-            The number of tokens, 0 to `limit`.
         """
         size = self.layout.block_size
         length = min(limit, len(valid) * size)
@@ -142,14 +136,11 @@ class CacheGroup:
 
 
 def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) -> int:
-    """Return the largest number of first tokens for which every group has all needed blocks.
+    """Return the length of the longest prefix for which every group has all needed blocks.
 
     Args:
         groups: each group, with its cached tokens by block position.
-        limit: largest number of tokens to return.
-
-    Returns:
-        The number of tokens, 0 to `limit`.
+        limit: largest length, in tokens.
     """
     length, before = limit, -1
     while length != before:
@@ -324,10 +315,7 @@ class FlatBlocks:
                 self._unheld[block.key.digest] = block
 
     def use(self, digests: Sequence[bytes]) -> None:
-        """Mark cached blocks as used now.
-
-        The last of them becomes the next one to evict of these.
-        """
+        """Mark those of these blocks that are cached as used now; the last one is evicted first."""
         for digest in reversed(digests):
             if digest in self._unheld:
                 self._unheld.move_to_end(digest)

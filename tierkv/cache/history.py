@@ -161,7 +161,7 @@ class History:
         return newest
 
     def newest(self, prompt: Prompt, block: int) -> HistoryEvent | None:
-        """Return the last event whose first block is this one; costs one hash.
+        """Return the last event about blocks that begin with this one; costs one hash.
 
         Args:
             prompt: the prompt.

@@ -607,9 +607,6 @@ def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
         root: root of the prompt's space.
         prompt: the prompt.
         max_tokens: number of first tokens that may be matched.
-
-    Returns:
-        The match.
     """
     size = prompt.block_size
     node, pos = descend(root, 0, prompt, max_tokens // size)
@@ -861,9 +858,6 @@ class Index:
             node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
-
-        Returns:
-            One state for each block.
         """
         return [
             _STATES[state]
@@ -880,9 +874,6 @@ class Index:
             node: the tree node at the end of the path.
             stop: index after the last block.
             start: index of the first block, from the start of the prompt.
-
-        Returns:
-            The digests, 32 bytes each.
         """
         found: list[bytes] = []
         digest = node.space.root_digest

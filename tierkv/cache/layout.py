@@ -232,9 +232,6 @@ def attention_layout(
         dtype: name of the element type, such as bfloat16.
         item_bytes: bytes of one element.
         block_size: number of tokens of a block.
-
-    Returns:
-        The layout.
     """
     token_bytes = num_kv_heads * head_dim * item_bytes
     return Layout(
@@ -257,9 +254,6 @@ def layered(block_size: int, roles: Sequence[tuple[str, str, int]], num_layers: 
         block_size: number of tokens of a block.
         roles: role, dtype and bytes per token of each plane of a layer, in order.
         num_layers: number of layers.
-
-    Returns:
-        The layout.
     """
     return Layout(
         block_size=block_size,

@@ -280,9 +280,6 @@ def is_allowed(current: CopyState, change: Change) -> bool:
     Args:
         current: state of the copy.
         change: the transition of the state of the copies.
-
-    Returns:
-        True if it does.
     """
     return (current, change) in _TABLE
 
@@ -406,9 +403,6 @@ class TierCopies:
             state: the state.
             start: index of the first block within the node.
             stop: index after the last block.
-
-        Returns:
-            The number of blocks, 0 to stop - start.
         """
         if self._states is None:
             return stop - start if self.uniform is state else 0
@@ -421,9 +415,6 @@ class TierCopies:
         Args:
             start: index of the first block within the node.
             stop: index after the last block.
-
-        Returns:
-            The number of blocks, 0 to stop - start.
         """
         if self._states is None:
             return stop - start if self.uniform is not _ABSENT else 0
@@ -794,9 +785,6 @@ class TreeNode:
         Args:
             start: index of the first block within the node.
             stop: index after the last block.
-
-        Returns:
-            The tokens, int32 as bytes.
         """
         width = self.token_bytes // self.num_blocks
         return self.packed[self.packed_at + start * width : self.packed_at + stop * width]
@@ -1061,8 +1049,5 @@ def child_key(tokens: bytes, extra: bytes) -> bytes:
     Args:
         tokens: the first token, the first block, or the tail, int32 as bytes.
         extra: extra keys of the first block; b"" if no media overlap it.
-
-    Returns:
-        The key.
     """
     return _NO_TOKEN + len(extra).to_bytes(4, "little") + extra + tokens if extra else tokens

@@ -112,9 +112,6 @@ class ShardScheme:
         Args:
             reader: the reader's slice.
             writers: number of ranks of the writer.
-
-        Returns:
-            The writer's slices.
         """
         return tuple(dict.fromkeys(piece.shard for piece in self.pieces(reader, writers)))
 

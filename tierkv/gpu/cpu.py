@@ -230,7 +230,7 @@ class CpuLane:
         """Return whether a copy is done in one call, so that all of its layers arrive together.
 
         Planes or slots that do not fit the layout are copied layer by layer, since the error then
-        names the wrong layer.
+        names the layer that does not fit.
         """
         if not self._may_call or len(copy) * self._planes.layout.block_bytes > _ONE_CALL_BYTES:
             return False

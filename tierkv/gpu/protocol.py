@@ -313,8 +313,7 @@ class SharedPlanes(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         owner: the process that has the planes.
-        name: changes whenever the owner replaces its planes; handles and addresses may stay the
-            same.
+        name: name of this set of planes, a new one whenever the owner replaces them.
         place: UUID of the GPU, or "cpu".
         num_blocks: number of blocks.
         planes: the planes in the layout's order.

@@ -46,9 +46,6 @@ def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[Store
         node: the tree node at the end of the path.
         first: index of the first block, from the start of the prompt.
         stop: index after the last block.
-
-    Returns:
-        The keys, in the order of the blocks.
     """
     size, space = index.block_size, node.space
     digests = index.digests(node, node.start if node.is_tail else stop)

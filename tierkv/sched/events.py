@@ -94,9 +94,6 @@ class BlockRun(msgspec.Struct, frozen=True):
         Args:
             first: number of the first block, 0 for the run's first.
             stop: number after the last block.
-
-        Returns:
-            The shorter run.
         """
         size = len(self.tokens) // len(self.digests)
         return BlockRun(

@@ -260,9 +260,6 @@ class Eviction:
             space: the tenant's part of the index, whose quota limits the number; None for no quota.
             reserved: number of slots that the tenant has acquired and that are not in the index
                 yet; they count towards its quota too.
-
-        Returns:
-            The number of slots.
         """
         room = self._pools[tier].num_free + self._num_that_can_go(tier)
         if space is None or (quota := space.quota[tier]) is None:

@@ -90,9 +90,6 @@ def explain(  # noqa: PLR0913 - what else is known at this moment
         stored: indexes of the blocks after the match that storage has; None if storage was not
             asked or did not answer in time.
         now: time on the clock of the history, in seconds.
-
-    Returns:
-        The explanation.
     """
     at_block, is_all = match.num_blocks, _covers(match, prompt)
     states = [

@@ -465,9 +465,6 @@ class Fetcher:
         Args:
             key: stored key of the block.
             block: index of the block in its prompt.
-
-        Returns:
-            True if a call does.
         """
         return self._shared.busy([key], block) is not None
 
