@@ -49,7 +49,7 @@ from tierkv.transfer.mover import Movement
 
 _FIRST_READ_S = 0.005
 _LONGEST_READ_S = 0.1
-_LIVE_READ_S = 1.0  # pause between looks while the store sends hints, which can be lost
+_LIVE_READ_S = 1.0  # pause between reads while the store sends hints, which can be lost
 # Seconds in which another node that has begun the same hand-off again can write its open ticket.
 _GRACE_S = 0.5
 
@@ -61,13 +61,13 @@ class Watch:
         tickets: reads the node's tickets.
         ticket_id: id of the ticket.
         prompt: the claimed prompt.
-        estimator: learns the answering time of the store.
-        on_progress: called when blocks of the prompt may be in storage, with the number of first
-            blocks, or None if that is unknown.
+        estimator: measures the answering time of the store.
+        on_progress: called when more blocks of the prompt may be in storage, with their number
+            counted from the prompt's start; None if it is unknown.
         near: the connection to the prefill node that computes the prompt.
 
     Attributes:
-        keys: the prompt's keys, once its ticket is there.
+        keys: the prompt's keys, set when the ticket is returned.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class Watch:
     async def ticket(self, budget: Budget, deadline_s: float) -> Ticket:
         """Wait until the ticket has been written, and return it.
 
-        Only the time in which the store is silent or slow counts in the budget. The wait for the
-        prefill node counts nothing: it ends at the deadline. If the store is known not to answer
-        and has not answered before, the wait ends at once. If the request may compute the prompt
-        instead, the wait ends after SILENT_S seconds of errors.
+        Only the time in which the store is silent or slow uses up the budget; waiting for the
+        prefill node does not, and ends at the deadline. If the breaker is open and the store has
+        not answered before, the wait ends at once. If the request may compute the prompt instead,
+        the wait ends after SILENT_S seconds of errors.
 
         Args:
-            budget: seconds that the claim may still wait for storage.
-            deadline_s: seconds until the wait ends in any case.
+            budget: the time that the claim may still wait for storage.
+            deadline_s: seconds after which the wait ends in any case.
 
         Returns:
             The ticket, which is for this prompt and this model.
@@ -149,13 +149,10 @@ class Watch:
         raise await self._missing_ticket(loop.time() - began)
 
     async def _read_within(self, budget: Budget, give_up_at: float) -> Ticket | None:
-        """Look for the ticket once, for as long as the budget lasts.
+        """Look for the ticket once, within the budget; None if it is not there yet.
 
-        Sets `_problem` to the reason why the store did not answer, None if it did, and
-        `_is_useless` if another look is useless.
-
-        Returns:
-            The ticket; None if it is not there yet, or the store did not answer.
+        If the store does not answer, the result is None too. Set `_problem` to the store's error,
+        None without one, and `_is_useless` if looking again is useless.
         """
         loop, tier = asyncio.get_running_loop(), self._estimator.tier
         began = loop.time()
@@ -218,9 +215,9 @@ class Watch:
         return keys
 
     async def _hear(self, next_hint: Callable[[float], object], timeout_s: float) -> None:
-        """Wait until the store should be looked at again, at most `timeout_s` seconds.
+        """Wait until the store should be read again, at most `timeout_s` seconds.
 
-        Messages about stored blocks of an open ticket are passed on without a look at the store.
+        Messages about stored blocks are passed on without reading the store.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
@@ -233,15 +230,7 @@ class Watch:
             self._on_progress(blocks)
 
     async def _read_ticket(self) -> Ticket | None:
-        """Read the ticket once.
-
-        Returns:
-            The ticket; None if it is not there yet.
-
-        Raises:
-            HandoffError: a problem that further waiting would not solve.
-            StoreUnavailableError: the store did not answer.
-        """
+        """Read the ticket once; None if it is not there yet, an error if waiting is useless."""
         ticket, found = await self._read()
         if ticket is not None:
             try:
@@ -278,14 +267,7 @@ class Watch:
         return None
 
     async def _is_over(self, ticket: Ticket) -> bool:
-        """Return whether the ticket has expired, was claimed, or is being replaced by another one.
-
-        A replacement removes the ticket's acknowledgement too.
-
-        Raises:
-            HandoffError: the ticket is damaged.
-            StoreUnavailableError: the store did not answer.
-        """
+        """Return True if the ticket has expired, was claimed, or is being replaced by another."""
         tickets = self._tickets
         return (
             tickets.has_expired(ticket)
@@ -294,12 +276,7 @@ class Watch:
         )
 
     async def _read(self) -> tuple[Ticket | None, OpenTicket | None]:
-        """Return the ticket, and the open ticket (its announcement) if the ticket is not there.
-
-        Raises:
-            HandoffError: the ticket is damaged.
-            StoreUnavailableError: the store did not answer.
-        """
+        """Return the ticket; if it is not there, None and the open ticket, if there is one."""
         whole, opened = self._tickets.read, self._tickets.read_open
         if not self._has_read:
             self._has_read = True
@@ -357,36 +334,36 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
-# Computing the prompt here would not be what the caller meant.
+# The caller claims the wrong ticket, so computing the prompt would hide a mistake.
 _ALWAYS_REFUSED = (HandoffProblem.INCOMPATIBLE.value, HandoffProblem.OTHER_PROMPT.value)
 
 
 class ClaimPolicy(Enum):
     """The rule for tokens of a claimed prompt that cannot be fetched.
 
-    Without a ticket there are no first generated tokens: policies that may compute the prompt
-    compute these too.
+    The first generated tokens come with the ticket. Without a ticket, policies that allow computing
+    compute these, too.
     """
 
-    WHOLE = "whole"  # refuse, with the reason
-    RECOMPUTE = "recompute"  # load what there is and compute the rest, be there a ticket or not
-    RECOMPUTE_ALL = "recompute_all"  # compute everything, as without a prefill
+    WHOLE = "whole"  # refuse the claim, with the reason
+    RECOMPUTE = "recompute"  # use what can be fetched and compute the rest
+    RECOMPUTE_ALL = "recompute_all"  # compute the whole prompt, without looking for a ticket
 
 
 class Claims:
-    """Claims published prompts: waits for a ticket, fetches its blocks, and admits the request.
+    """The claims of prompts: each one waits for a ticket, fetches blocks, and admits a request.
 
     Args:
         tickets: reads tickets, and records that they were claimed.
         scheduler: admits the requests.
         fetcher: fetches blocks from storage to the host.
         arrivals: the requests that wait, so that they can be aborted.
-        source: reads blocks from other nodes' memory, besides storage.
+        source: reads blocks from other nodes' memory instead of storage.
         portions: fetches blocks for which the host has no room.
-        estimator: the rule for fetching or computing, for claims that may compute.
-        fetch_deadline_s: from the ticket on, each arrival of blocks leaves the claim at least this
-            many seconds.
-        stats: counts of the node's hand-offs, in both directions.
+        estimator: estimates fetching and computing, for claims that may compute.
+        fetch_deadline_s: once the ticket is there, the claim may wait at least this many seconds
+            after each arrival of blocks.
+        stats: counts of the node's hand-offs, published and claimed.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators
@@ -426,10 +403,9 @@ class Claims:
         Args:
             spec: the request.
             ticket_id: id of the ticket.
-            policy: what happens if blocks cannot be fetched.
-            deadline_s: seconds that the claim may wait for the ticket and for room.
-            sampling: the request's sampling parameters in the engine's words; {} if they are not
-                stated.
+            policy: the rule for blocks that cannot be fetched.
+            deadline_s: seconds that the claim may wait for the ticket and for free blocks.
+            sampling: the request's sampling parameters in the engine's words; {} to state none.
 
         Returns:
             The running request, and its ticket; None if the request computes the prompt without
@@ -510,17 +486,14 @@ class Claims:
             raise
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Return whether no request waits and the device has room for `num_blocks` blocks."""
+        """Return True if no request waits and the device has room for `num_blocks` blocks."""
         has_room = self._scheduler.tiers.eviction.available(Tier.DEVICE) >= num_blocks
         return has_room and not self._scheduler.num_waiting
 
     async def _bring_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
-        """Fetch the first blocks of the prompt to the host before the ticket is there.
+        """Fetch `prefix` to the host before the ticket is there; return True if all of it arrived.
 
-        If the device has ample room, the blocks are loaded there too.
-
-        Returns:
-            True if all blocks of `prefix` arrived on the host.
+        If the device has ample room, load the blocks, too.
         """
         await near.ask(prefix)
         budget = Budget(self._fetch_deadline_s, step_s=self._fetch_deadline_s)
@@ -549,9 +522,9 @@ class Claims:
     ) -> Request:
         """Fetch the prompt and admit the request, with all tokens or as many as `policy` accepts.
 
-        A failing store is asked again until the claim's deadline, since the ticket states that all
-        blocks are stored. Blocks that the host has no room for, or has evicted before the request's
-        turn, are fetched in portions after the admission.
+        A failing store is asked again until the claim's deadline, because the ticket states that
+        all blocks are stored. Blocks for which the host has no room are fetched in portions after
+        the admission.
         """
         prompt, pause_s = spec.prompt, _FIRST_PAUSE_S
         while True:
@@ -561,7 +534,7 @@ class Claims:
             problem = fetched.first_problem
             if policy is not ClaimPolicy.WHOLE or not self._may_try_again(problem, give_up_at):
                 left_s = give_up_at - asyncio.get_running_loop().time()
-                async with deadline(left_s, _found_no_room):  # it may be in line still by then
+                async with deadline(left_s, _found_no_room):  # the request may still be queued then
                     request = await self._scheduler.admit(spec, fetched)
                 request.matched_at, request.fetched_at = fetched.matched_at, fetched.ended_at
                 if problem is None or problem is NO_ROOM:
@@ -577,18 +550,14 @@ class Claims:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _may_try_again(self, problem: GetOutcome | None, give_up_at: float) -> bool:
-        """Return whether the store failed and there is time for another attempt."""
+        """Return True if the store failed and there is time for another attempt."""
         has_failed = problem is not None and problem.status is GetStatus.FAILED
         return has_failed and asyncio.get_running_loop().time() + _FIRST_PAUSE_S < give_up_at
 
     async def _rest(
         self, request: Request, keys: Sequence[StoredKey], budget: Budget
     ) -> GetOutcome | None:
-        """Fetch the missing blocks of an admitted request in portions.
-
-        Returns:
-            The problem; None if all blocks arrived.
-        """
+        """Fetch the missing blocks of an admitted request in portions; return the problem."""
         if request.cached_tokens == request.spec.prompt.num_tokens:
             return None
         return await self._portions.bring_or_end(request, budget, keys)
@@ -596,7 +565,7 @@ class Claims:
     async def _fetch_and_load(
         self, spec: RequestSpec, keys: Sequence[StoredKey], budget: Budget
     ) -> Fetched:
-        """Fetch the prompt to the host; load its first blocks to the device meantime."""
+        """Fetch the prompt to the host, and load its first blocks to the device in the meantime."""
         loads = LoadsAhead(spec, self._scheduler, self._has_room)
         fetched: Fetched | None = None
         try:
@@ -625,7 +594,7 @@ class Claims:
 async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement] = ()) -> None:
     """Record in the store that a ticket was claimed, once its blocks have been loaded.
 
-    The claim does not wait for the record: if the store fails, the ticket expires instead.
+    If the store fails, the ticket stays until it expires.
 
     Args:
         tickets: writes the record.
@@ -640,10 +609,7 @@ async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement
 
 
 def _note(fetched: Fetched, near: Supply) -> None:
-    """Merge the result of one fetch with the results of the claim's earlier fetches.
-
-    Afterwards `fetched` describes all of them, and `near` remembers them for the next fetch.
-    """
+    """Add the claim's earlier fetches to `fetched`, and this one to `near` for the next fetch."""
     fetched.earlier = tuple(near.came)
     near.came.append(fetched.tokens)
     near.direct.extend(fetched.direct)
@@ -651,14 +617,7 @@ def _note(fetched: Fetched, near: Supply) -> None:
 
 
 def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
-    """Check that the ticket's first tokens were sampled with the request's parameters.
-
-    The output would otherwise mix tokens of two ways of sampling. If a side does not state its
-    parameters, the check passes.
-
-    Raises:
-        HandoffError: the parameters differ.
-    """
+    """Check that the ticket's first tokens were sampled as the request states, if both state it."""
     if ticket.sampling and ours and ticket.sampling != ours:
         raise HandoffError(
             HandoffProblem.INCOMPATIBLE.value,
@@ -695,14 +654,14 @@ MIN_BYTES = 32 << 20
 
 
 class Ahead:
-    """Fetches blocks of a claimed prompt before its ticket is there.
+    """A task that fetches blocks of a claimed prompt before its ticket is there.
 
-    Nothing is held between two steps: a claim that waits takes no room from other requests, and its
-    blocks may be evicted and fetched again.
+    No block is protected between two steps: a waiting claim takes no room from other requests, and
+    its blocks may be evicted and fetched again.
 
     Args:
         prompt: the claimed prompt.
-        bring: fetches the first blocks of the prompt, and returns whether all of these came.
+        bring: fetches a prompt made of the first blocks, and returns True if all of them arrived.
     """
 
     def __init__(self, prompt: Prompt, bring: Callable[[Prompt], Awaitable[bool]]) -> None:
@@ -723,16 +682,13 @@ class Ahead:
         self._came.set()
 
     async def run(self) -> None:
-        """Fetch blocks until cancelled.
-
-        A failure here is ignored: the claim itself fetches them again.
-        """
+        """Fetch blocks until cancelled. Failures are ignored, because the claim fetches again."""
         while True:
             await self._came.wait()
             self._came.clear()
             if self._wanted <= self._done:
                 continue
-            # A call of `ready` during the step counts anew: the present number may be a guess.
+            # Calls of `ready` during the step count anew, as the present number may be a guess.
             prefix = self._prompt.first_blocks(self._wanted)
             self._wanted = self._done
             if await self._bring(prefix):
@@ -740,16 +696,13 @@ class Ahead:
 
 
 def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | None) -> Budget:
-    """Return the budget of one claim, for its ticket and its blocks together.
+    """Return the time budget of one claim, for its ticket and its blocks together.
 
     Args:
         deadline_s: seconds that the claim may wait for storage.
-        step_s: each arrival of blocks leaves at least this many seconds.
-        estimator: the rule for fetching or computing, for a claim that may compute; None for a
-            claim that has to wait for the whole prompt.
-
-    Returns:
-        The budget.
+        step_s: seconds that the claim may wait at least after each arrival of blocks.
+        estimator: estimates fetching and computing, for a claim that may compute; None for a claim
+            that needs the whole prompt.
     """
     return Budget(
         max(deadline_s, _LONGEST_READ_S), step_s=step_s, estimator=estimator, is_claim=True
@@ -773,9 +726,9 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
         tickets: reads the node's tickets.
         ticket_id: id of the ticket.
         prompt: the prompt that the ticket must be for.
-        budget: budget of the claim, see `claim_budget`: only a silent or slow store uses it.
-        deadline_s: seconds until the wait ends in any case.
-        estimator: learns the answering time of the store.
+        budget: budget of the claim, see `claim_budget`: only a silent or slow store uses it up.
+        deadline_s: seconds after which the wait ends in any case.
+        estimator: measures the answering time of the store.
         bring: fetches the first blocks of the prompt, see `Ahead`.
         near: the connection to the prefill node that computes the prompt.
 
@@ -799,14 +752,14 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
 
 
 class LoadsAhead:
-    """Loads to the device of fetched blocks, while the rest of the prompt is fetched to the host.
+    """Loads of fetched blocks to the device, while the rest of the prompt is still fetched.
 
-    One load has MIN_BYTES or more. The request itself loads the blocks that arrive last.
+    A load has MIN_BYTES or more. The request itself loads the blocks that arrive last.
 
     Args:
         spec: the claim's request.
         scheduler: loads the blocks.
-        has_room: returns whether the device has room for a number of blocks while no request waits.
+        has_room: returns True if no request waits and the device has room for a number of blocks.
     """
 
     def __init__(

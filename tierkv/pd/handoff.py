@@ -1,7 +1,7 @@
 """Publishing of prompts by the prefill node, and the host slots that stage their blocks.
 
-Publishing a prompt writes its blocks to storage, and last the ticket, the message that all of them
-are there. Decode nodes that claim the prompt may also read blocks from this node's host tier. A
+Publishing a prompt writes its blocks to storage and then a ticket, the message that all blocks are
+stored. Decode nodes that claim the prompt may also read blocks from this node's host tier. A
 publish begins at the end of the prefill, or during it, so that little is left to do at the end.
 
 prefill   | chunk | chunk | chunk | last |
@@ -77,15 +77,14 @@ T = TypeVar("T")
 def groups_of(start: int, stop: int) -> Iterator[range]:
     """Divide blocks [start, stop) into groups that are stored together.
 
-    The first group is shorter, so that the store gets work as soon as it is copied to the host; the
-    next one is copied meantime.
+    The first group is shorter, so that the store gets work early, while the next one is copied.
 
     Args:
         start: index of the first block.
         stop: index after the last block.
 
     Yields:
-        The groups, GROUP_BLOCKS each except the first and the last.
+        The groups, GROUP_BLOCKS blocks each except the first and the last.
     """
     if start < stop:
         yield range(start, min(start + _FIRST_BLOCKS, stop))
@@ -94,25 +93,25 @@ def groups_of(start: int, stop: int) -> Iterator[range]:
 
 
 class Group:
-    """Host slots reserved for one step of a publish, or of a claim's fetch in portions.
+    """Host slots reserved for one step of a publish, or of a claim that fetches in portions.
 
     Attributes:
         slots: the slots, int32 [n].
-        movement: the copy that uses the slots right now; None for none.
+        movement: the copy that writes to the slots now; None for none.
     """
 
     def __init__(self, slots: Ids) -> None:
         self.slots = slots
-        self.movement: Movement | None = None  # what writes to the slots right now
+        self.movement: Movement | None = None
 
 
 class Staging:
-    """The staging slots: STAGING_BLOCKS host slots behind those of the host tier.
+    """The staging slots: STAGING_BLOCKS host slots after those of the host tier.
 
     Callers get slots in the order of their calls, and wait until enough are free.
 
     Args:
-        first_slot: the first staging slot.
+        first_slot: id of the first staging slot.
     """
 
     def __init__(self, first_slot: int) -> None:
@@ -123,7 +122,7 @@ class Staging:
     async def group(self, num_blocks: int) -> AsyncIterator[Group]:
         """Reserve slots for `num_blocks` blocks, GROUP_BLOCKS at most, until the body ends.
 
-        If the body is cancelled during a copy into the slots, they become free when that copy has
+        If the body is cancelled during a copy into the slots, they are released when that copy has
         ended.
         """
         slots = await self._acquire(num_blocks)
@@ -148,7 +147,7 @@ class Staging:
         try:
             return await turn
         except asyncio.CancelledError:
-            # The turn may have come with the cancel; the next in line may want fewer slots.
+            # The slots may have come with the cancel, and the next in line may want fewer slots.
             self._give([] if turn.cancelled() else turn.result())
             raise
 
@@ -173,8 +172,8 @@ log = logging.getLogger(__name__)
 class PublishWait(Enum):
     """The event that a prefill waits for before it answers."""
 
-    PUBLISHED = "published"  # storage has all of it: a decode node will find it
-    NOTHING = "nothing"  # the first token: publishing goes on, and its failure is the claimer's
+    PUBLISHED = "published"  # the ticket is written: a decode node will find the prompt
+    NOTHING = "nothing"  # the first token: publishing goes on, and claimers learn if it fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +183,9 @@ class Published:
     Attributes:
         ticket: the written ticket.
         num_blocks: number of blocks of the prompt.
-        present_blocks: number of these that were in storage already.
+        present_blocks: number of these that were already in storage.
         flushed_bytes: bytes that were written.
-        early_blocks: number of blocks that were stored while the prefill was computing.
+        early_blocks: number of blocks that were stored while the prompt was being computed.
     """
 
     ticket: Ticket
@@ -201,18 +200,15 @@ class PromptBlocks(Protocol):
 
     @property
     def prompt(self) -> Prompt:
-        """The prompt that is published."""
+        """The prompt to publish."""
 
     @property
     def keys(self) -> Sequence[StoredKey]:
-        """The stored keys of the blocks, in order; the partial last block (tail) is the last."""
+        """The stored keys of the blocks, in order, the tail's included."""
 
     @property
     def lease(self) -> Lease | None:
-        """The lease (protection from eviction) of those blocks that are in the index.
-
-        The value is None if no block is in the index.
-        """
+        """The lease (protection from eviction) of the blocks in the index; None without any."""
 
     @property
     def were_deleted(self) -> bool:
@@ -227,18 +223,18 @@ class PromptBlocks(Protocol):
         """
 
     def offer(self, ticket_id: str, ledger: TicketLedger) -> DirectAddress | None:
-        """Let claiming nodes read the blocks from this node's memory, besides storage.
+        """Let claiming nodes read the blocks from this node's memory instead of storage.
 
         Args:
             ticket_id: id of the ticket.
-            ledger: calls back at the end of the ticket, which ends the offer.
+            ledger: calls back when the ticket has ended, to end the offer.
 
         Returns:
-            The address to ask; None if this node offers nothing.
+            The address to ask; None if other nodes cannot read this node's memory.
         """
 
     def show(self, start: int, stop: int) -> None:
-        """Copy blocks to the host for claiming nodes that read there, if the host has room.
+        """Copy blocks to the host, if it has room, so that claiming nodes can read them there.
 
         Args:
             start: index of the first block.
@@ -253,14 +249,14 @@ class PromptBlocks(Protocol):
             after: events of the kernels that wrote the blocks.
 
         Returns:
-            A context manager of the slots, int32 [len(blocks)].
+            A context manager that yields the slots, int32 [len(blocks)].
 
         Raises:
             TransferError: the copy to the host failed.
         """
 
     async def store_rest(self) -> None:
-        """Store blocks of the prompt that are not in `keys`, such as other groups of layers.
+        """Store blocks of the prompt that are not in `keys`: those of other cache groups.
 
         Raises:
             StoreUnavailableError: the store did not accept a value.
@@ -270,7 +266,7 @@ class PromptBlocks(Protocol):
 class RequestBlocks:
     """The `PromptBlocks` of a request that the scheduler runs.
 
-    They are on the device, and some also on the host.
+    The blocks are on the device, and some also on the host.
 
     Args:
         request: the running request.
@@ -298,12 +294,10 @@ class RequestBlocks:
 
     @property
     def lease(self) -> Lease:
-        """See `PromptBlocks.lease`."""
         return self._request.lease
 
     @property
     def were_deleted(self) -> bool:
-        """See `PromptBlocks.were_deleted`."""
         return self._tiers.index.spaces.is_retired(self._request.lease.node)
 
     def check_whole(self) -> None:
@@ -321,11 +315,9 @@ class RequestBlocks:
             )
 
     def offer(self, ticket_id: str, ledger: TicketLedger) -> DirectAddress | None:
-        """See `PromptBlocks.offer`."""
         return self._source.offer(ticket_id, self.prompt, ledger)
 
     def show(self, start: int, stop: int) -> None:
-        """See `PromptBlocks.show`."""
         if self._source.wants_host_copies:
             lease, room = self._request.lease, self._tiers.eviction.available(Tier.HOST)
             end = min(stop, lease.num_blocks, self.prompt.num_blocks, start + room)
@@ -333,9 +325,19 @@ class RequestBlocks:
 
     @asynccontextmanager
     async def on_host(self, blocks: range, after: Sequence[Event]) -> AsyncIterator[Ids]:
-        """Copy blocks that the host tier lacks to staging slots; keep all of `blocks` in the body.
+        """Copy blocks that the host tier lacks to staging slots, and yield the slots of all.
 
-        They stay there if the request ends in between. See `PromptBlocks.on_host`.
+        The blocks stay there during the body, even if the request ends.
+
+        Args:
+            blocks: some of the computed blocks, GROUP_BLOCKS at most.
+            after: events of the kernels that wrote the blocks.
+
+        Yields:
+            The slots, int32 [len(blocks)].
+
+        Raises:
+            TransferError: the copy to the host failed.
         """
         request, after = self._request, (*after, *self._request.written)
         async with self._staging.group(len(blocks)) as group:
@@ -352,7 +354,7 @@ class RequestBlocks:
                 self._tiers.work.capacity_changed()
 
     async def store_rest(self) -> None:
-        """Do nothing: a request has no further blocks."""
+        """Do nothing: a request has no other blocks."""
 
     def _cached(self, blocks: range) -> tuple[Mask, Ids]:
         """Return which blocks have a copy on the host, bool [n], and their slots, int32 [n]."""
@@ -368,13 +370,9 @@ class RequestBlocks:
 
 
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of `work`, which is repeated for up to _PATIENCE_S if the store fails.
+    """Return the result of `work`, repeated until the store has failed for _PATIENCE_S.
 
-    A store that becomes slower fails once or twice, until its new speed is known. A failure after a
-    long time is the sign of a store that is slow but alive, so it restarts the _PATIENCE_S.
-
-    Raises:
-        StoreUnavailableError: the store failed for more than _PATIENCE_S.
+    A failure that took long shows a store that is slow but works, so it restarts the time.
     """
     time, until = asyncio.get_running_loop().time, math.inf
     while True:
@@ -382,7 +380,7 @@ async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
         try:
             return await work()
         except (StoreRefusedError, StoreDownError):
-            raise  # the store refuses the write, or is down and claimers compute by then
+            raise  # repeating is useless, or takes longer than claimers wait
         except StoreUnavailableError:
             is_slow = time() - began > _PATIENCE_S / 2
             until = time() + _PATIENCE_S if is_slow else min(until, time() + _PATIENCE_S)
@@ -392,10 +390,10 @@ async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
 
 
 class Handoff:
-    """Publishes prompts: writes their blocks and tickets to storage.
+    """Publisher of prompts: it writes their blocks and tickets to storage.
 
-    While `running()` is open, this node shows by a record in the store (its liveness lease) that it
-    is alive, and follows its tickets.
+    Inside `running()`, this node renews its liveness lease while tickets are open, and follows the
+    states of its tickets.
 
     Args:
         tiers: the tiers of the node.
@@ -427,7 +425,7 @@ class Handoff:
         self.stats = stats
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences; call only when no publish runs."""
+        """Return violated invariants as sentences. Call this only when no publish runs."""
         wrong = []
         if self._staging.num_free_groups != NUM_GROUPS:
             wrong.append("no publish runs, but staging slots are still lent")
@@ -447,7 +445,7 @@ class Handoff:
             yield
 
     def blocks_of(self, request: Request) -> RequestBlocks:
-        """Return the blocks of a running request, for publishing or storing."""
+        """Return the blocks of a running request, in the form that a publish needs."""
         keys = self.tickets.keys_of(request.spec.prompt)
         return RequestBlocks(request, self._tiers, self._staging, keys=keys, source=self.source)
 
@@ -463,28 +461,28 @@ class Handoff:
         stored_blocks: int | None = None,
         announced: Callable[[], Awaitable[object]] | None = None,
     ) -> Published:
-        """Store every block of the prompt, the partial last one included, and then the ticket.
+        """Store every block of the prompt, the tail included, and then the ticket.
 
         Args:
-            blocks: the prompt's blocks, which must stay until the call returns.
+            blocks: the prompt's blocks, which must not be released until the call returns.
             ticket_id: id of the ticket.
             first_tokens: generated tokens that follow the prompt.
             after: events of the kernels that wrote the blocks.
-            sampling: the sampling parameters of `first_tokens`; None if they are not stated.
+            sampling: the sampling parameters of `first_tokens`; None to state none.
             deadline_s: seconds that storing may take.
-            stored_blocks: number of first blocks that were stored a moment ago; while the other
-                blocks are stored, storage is asked if these are still there. None: storage is asked
-                for all blocks first.
-            announced: waits until the open ticket, the announcement of the ticket, is written.
+            stored_blocks: number of blocks, from the prompt's start on, that were stored a moment
+                ago. Storage is asked if they are still there while the other blocks are stored.
+                None to ask storage for all blocks first.
+            announced: waits until the open ticket is written; None if there is none.
 
         Returns:
             The ticket and counts.
 
         Raises:
             HandoffError: storage did not accept everything within `deadline_s`; there is no ticket.
-            OwnershipError: the request has ended, or is not computed.
-            DuplicateRequestError: another prompt uses the ticket's id by now.
-            BadRequestError: the ticket's id is not valid UTF-8.
+            OwnershipError: the request has ended, or its prompt is not computed.
+            DuplicateRequestError: the ticket's id is in use for another prompt.
+            BadRequestError: the ticket's id cannot be encoded as UTF-8.
         """
         check_id(ticket_id)
         blocks.check_whole()
@@ -497,7 +495,7 @@ class Handoff:
 
                     async def store_all() -> tuple[int, Ticket, int]:
                         nonlocal stored_blocks
-                        known, stored_blocks = stored_blocks, None  # the next attempt looks
+                        known, stored_blocks = stored_blocks, None  # the next attempt asks storage
                         generation = self._generation_of(blocks)
                         await blocks.store_rest()
                         present = await self._store_rest(blocks, known, after)
@@ -533,11 +531,7 @@ class Handoff:
         return Published(ticket, len(keys), present, flushed)
 
     def _generation_of(self, blocks: PromptBlocks) -> int:
-        """Return the number of full deletions of storage before the blocks were computed.
-
-        Raises:
-            StoreRefusedError: a deletion came after that, so that the blocks must not be stored.
-        """
+        """Return the present generation of storage; raise if the blocks are of an earlier one."""
         if blocks.were_deleted:
             raise StoreRefusedError(
                 "the stored values were deleted while the prompt was computed: compute it again"
@@ -546,10 +540,7 @@ class Handoff:
 
     @contextmanager
     def _offered(self, ticket_id: str, blocks: PromptBlocks) -> Iterator[DirectAddress | None]:
-        """Offer the blocks to claiming nodes.
-
-        If the body fails to write the ticket, the offer ends.
-        """
+        """Offer the blocks to claiming nodes; end the offer if the body fails."""
         is_known = self.ledger.view(ticket_id) is not None
         try:
             yield blocks.offer(ticket_id, self.ledger)
@@ -561,19 +552,9 @@ class Handoff:
     async def _store_rest(
         self, blocks: PromptBlocks, known: int | None, after: Sequence[Event]
     ) -> int:
-        """Store the blocks that storage lacks.
+        """Store the blocks that storage lacks, where `known` first ones are expected to be stored.
 
-        Args:
-            blocks: the prompt's blocks.
-            known: number of first blocks that are expected to be stored; None to ask storage first.
-            after: events of the kernels that wrote the blocks.
-
-        Returns:
-            The number of first blocks that were there already.
-
-        Raises:
-            StoreUnavailableError: the store did not accept a block.
-            TransferError: a block could not be copied to the host.
+        Return the number of first blocks that were already stored.
         """
         stop = len(blocks.keys)
         if known is None:
@@ -590,7 +571,7 @@ class Handoff:
         return present
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """Return the number of leading `keys` that storage has.
+        """Return how many of `keys` storage has before the first one that it lacks.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -598,14 +579,14 @@ class Handoff:
         return await self._storage.count_present(keys)
 
     async def find_stored(self, blocks: PromptBlocks, stop: int) -> int:
-        """Ask storage for the first blocks of a prompt, and correct the index by the answer.
+        """Ask storage how many first blocks of a prompt it has, and record the answer in the index.
 
         Args:
             blocks: the prompt's blocks.
             stop: index after the last block to ask for.
 
         Returns:
-            The number of first blocks that storage has without a gap.
+            The number of blocks, from the prompt's start on, that storage has without a gap.
 
         Raises:
             StoreUnavailableError: the store did not answer in time.
@@ -675,9 +656,9 @@ class Handoff:
 
 
 def _end_in_index(blocks: PromptBlocks, stop: int) -> int:
-    """Return the end of those blocks before `stop` that the index has under the prompt's lease.
+    """Return the end of the blocks before `stop` that are in the index under the prompt's lease.
 
-    A partial last block does not count: in the index, a full block may be in its place.
+    A tail does not count, as the index may have a full block in its place.
     """
     lease = blocks.lease
     return 0 if lease is None else min(stop, lease.num_blocks, blocks.prompt.num_blocks)
@@ -697,8 +678,8 @@ class PublishStream:
     """A publish that stores the blocks of a prompt while the prompt is being computed.
 
     The engine's side calls `advance`, and at the end `finish` or `fail`. A task runs `run`; the
-    blocks must stay until it has ended. If storing fails before the prompt is computed, nothing is
-    lost: `finish` stores all blocks that are missing by then.
+    blocks must not be released until it has ended. If storing fails before the prompt is computed,
+    `finish` still stores all missing blocks.
     """
 
     def __init__(
@@ -709,16 +690,16 @@ class PublishStream:
         *,
         deadline_s: float,
     ) -> None:
-        """Make the stream; `run` begins it.
+        """Create the stream; `run` starts it.
 
         Args:
             handoff: the node's publisher.
             blocks: the prompt's blocks, as far as they are computed.
             ticket_id: id of the ticket.
-            deadline_s: seconds for the remaining work when the prompt is computed.
+            deadline_s: seconds for the remaining work once the prompt is computed.
 
         Raises:
-            BadRequestError: the ticket's id is not valid UTF-8.
+            BadRequestError: the ticket's id cannot be encoded as UTF-8.
         """
         check_id(ticket_id)
         self._handoff = handoff
@@ -734,7 +715,7 @@ class PublishStream:
         self._end_at: float | None = None
 
     def advance(self, num_tokens: int, after: Sequence[Event] = ()) -> None:
-        """Record that the first `num_tokens` tokens are committed.
+        """Record that the first `num_tokens` tokens are committed, for `run` to store them.
 
         Args:
             num_tokens: number of committed tokens of the prompt.
@@ -751,20 +732,18 @@ class PublishStream:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
     ) -> None:
-        """Record that the whole prompt is committed.
-
-        `run` writes the remaining blocks and the ticket.
+        """Record that the whole prompt is committed, so that `run` stores the rest and the ticket.
 
         Args:
             first_tokens: generated tokens that follow the prompt.
             after: events of the kernels that wrote the last blocks.
-            sampling: the sampling parameters of `first_tokens`; None if they are not stated.
+            sampling: the sampling parameters of `first_tokens`; None to state none.
         """
         self._finish = _Finish(tuple(first_tokens), tuple(after), dict(sampling or {}))
         self._end_in(self._deadline_s)
 
     def fail(self, reason: str) -> None:
-        """Give the ticket up; `run` notifies waiting decode nodes of `reason`."""
+        """End the publish without a ticket; `run` notifies waiting decode nodes of `reason`."""
         self._failure = reason
         self._end_in(_LAST_WORD_S)
 
@@ -782,7 +761,7 @@ class PublishStream:
 
         Raises:
             HandoffError: the prompt could not be published, or `fail` was called.
-            DuplicateRequestError: another prompt took the ticket's id in the same moment.
+            DuplicateRequestError: the ticket's id is in use for another prompt.
         """
         handoff, tickets = self._handoff, self._handoff.tickets
         await tickets.hashed_keys_of(self._blocks.prompt)
@@ -861,9 +840,8 @@ class PublishStream:
     async def _store_ahead(self) -> tuple[int, int | None]:
         """Store full blocks as they are computed, until `finish` or `fail`.
 
-        Returns:
-            The number of first blocks that were in storage before, and the number that are now;
-                None for the latter if the store failed.
+        Return the number of first blocks that storage had before and has now; None for the latter
+        if the store failed.
         """
         handoff, most = self._handoff, self._blocks.prompt.num_blocks
         present, ready = 0, None

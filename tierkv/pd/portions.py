@@ -1,7 +1,7 @@
-"""Fetches in portions, if the host has no room: from storage into a request's own blocks.
+"""Fetches in portions, for which the host tier needs no room: from storage into a request's blocks.
 
-A portion is a group of up to GROUP_BLOCKS blocks that passes through staging slots, host slots
-reserved for this, to the device.
+A portion has up to GROUP_BLOCKS blocks. It passes through staging slots, host slots reserved for
+this purpose, to the device.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _LATE = GetOutcome(GetStatus.FAILED, "storage took too long")
 class Portions:
     """Fetches from storage into private blocks of admitted requests, GROUP_BLOCKS at a time.
 
-    Staging slots are used for one portion at a time, and the device blocks are reserved already. A
-    request here waits only for the store and for staging slots, so requests cannot wait for each
-    other's blocks.
+    A request waits here only for the store and for staging slots, which it uses for one portion at
+    a time, so requests never wait for each other's blocks.
 
     Args:
         scheduler: commits the arrived tokens.
@@ -52,11 +51,11 @@ class Portions:
 
         Args:
             request: an admitted request that has not been returned to a caller yet.
-            budget: remaining seconds of waiting for storage.
-            keys: keys of the prompt's blocks; () if they are still to be computed.
+            budget: the time that the request may still wait for storage.
+            keys: keys of the prompt's blocks; () to compute them here.
 
         Returns:
-            The problem; None if all blocks arrived.
+            The problem with the first missing block; None if all blocks arrived.
 
         Raises:
             TierKVError: any error of `bring`.
@@ -81,11 +80,12 @@ class Portions:
 
         Args:
             request: an admitted request.
-            budget: the request's remaining seconds of waiting; each portion counts as an arrival.
+            budget: the time that the request may still wait for storage; each portion counts as an
+                arrival.
             keys: the prompt's stored keys.
 
         Returns:
-            The problem; None if all blocks arrived.
+            The problem with the first missing block; None if all blocks arrived.
 
         Raises:
             TransferError: a load failed.
@@ -116,8 +116,8 @@ class Portions:
     ) -> None:
         """Fetch portions until all blocks have arrived; set `outcome` to the problem, or None.
 
-        `has_turn` is set once there are staging slots. The call ends only after every copy into the
-        request's blocks has ended.
+        Set `has_turn` once there are staging slots. Return after every copy into the request's
+        blocks has ended.
         """
         try:
             for load in request.loads:
@@ -155,11 +155,7 @@ class Portions:
         group: Group,
         outcome: asyncio.Future[GetOutcome | None],
     ) -> GetOutcome | None:
-        """Fetch the next blocks of `request`, and load those that arrived.
-
-        Returns:
-            The first outcome that is not a hit; None if there is none.
-        """
+        """Fetch a portion and load what arrived; return the first outcome that is not a hit."""
         at = request.lease.num_blocks
         budget.arrived()
         found = await self._source.fetch(portion, group.slots[: len(portion)])
@@ -176,11 +172,7 @@ class Portions:
         group: Group,
         found: Sequence[GetOutcome],
     ) -> GetOutcome | None:
-        """Load the fetched blocks from index `at` on to the device, up to the first missing one.
-
-        Returns:
-            The first outcome that is not a hit; None if there is none.
-        """
+        """Load the fetched blocks before the first missing one; return the outcome of that one."""
         num_hits = next(
             (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)
         )

@@ -1,4 +1,4 @@
-"""Names, lifetimes and deadlines of the hand-off, as settings."""
+"""The settings of hand-offs between nodes: names, lifetimes and deadlines."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MAX_PORT = 65_535
 
 
 class DirectPath(Enum):
-    """The direct paths by which blocks come to a claiming node without storage."""
+    """The ways in which a claiming node reads blocks from another node's memory."""
 
-    AUTO = "auto"  # the first of the ways below that this node has
+    AUTO = "auto"  # the first of these that this node can use
     DEVICE = "device"  # processes of one user and machine read each other's planes (CUDA IPC)
     MEMORY = "memory"  # processes of one user on one machine read each other's host tier
     NETWORK = "network"  # Mooncake's transfer engine; only where direct_host is set
@@ -31,21 +31,23 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Names, lifetimes and deadlines of hand-offs.
 
     Attributes:
-        prefix: first part of every stored name; nodes with another prefix share nothing in a store.
+        prefix: first part of every stored name; nodes with different prefixes share nothing in a
+            store.
         block_ttl_s: seconds that a stored block lives after its last use; null for no end.
         ticket_ttl_s: seconds that a decode node has to claim a ticket.
         claimed_ttl_s: seconds that an acknowledged ticket stays for a claim by another node.
         producer_lease_s: seconds without a renewal after which a prefill node counts as dead.
         streams: true stores blocks while the prompt is still being computed.
-        direct: path of blocks from one node's memory to another's: auto, device, memory, network or
-            off.
+        direct: way in which nodes read blocks from each other's memory: auto, device, memory,
+            network or off.
         direct_host: IP address at which other machines reach this node directly; "" for this
-            machine only. It starts Mooncake's transfer engine, which listens on every address
-            without authentication.
+            machine only. If set, Mooncake's transfer engine is started, which listens on every
+            address without authentication.
         direct_port: port for questions about blocks; 0 chooses a free port.
-        direct_lease_s: seconds that blocks are held for a claimer that sends no further question.
+        direct_lease_s: seconds for which blocks are kept for a claiming node that asks no further
+            question.
         publish_deadline_s: seconds to store a prompt.
-        claim_deadline_s: seconds that a claim waits for its ticket and for room.
+        claim_deadline_s: seconds that a claim waits for its ticket and for free blocks.
         lookup_deadline_s: seconds that a lookup waits for the store.
     """
 

@@ -1,4 +1,4 @@
-"""Sources of a prompt's blocks besides storage: the memory of the node that computed the prompt."""
+"""The memory of the node that computed a prompt, as a source of its blocks besides storage."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from tierkv.pd.tickets import OpenTicket, Ticket, TicketLedger
 class Supply(Protocol):
     """One claim's connection to the node that computes its prompt, to read blocks from its memory.
 
-    After a failure here, blocks come from storage.
+    After a failure here, blocks are fetched from storage.
     """
 
     @property
     def came(self) -> list[range]:
-        """Tokens of the prompt that were fetched for this claim so far.
+        """The ranges of the prompt's tokens that were fetched for this claim, from any source.
 
-        Each fetch appends its own.
+        Each fetch appends one.
         """
 
     @property
     def direct(self) -> list[range]:
-        """The part of `came` that came from another node's memory; each fetch appends its own."""
+        """The ranges in `came` that were read from another node's memory."""
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
-        """Take the prefill node's address from its ticket."""
+        """Use the prefill node's address in its ticket or open ticket."""
 
     async def ask(self, prompt: Prompt) -> None:
         """Copy missing blocks of `prompt` from the prefill node, or let this node's fetches do so.
 
-        One call at a time.
+        One call may run at a time.
         """
 
 
@@ -52,38 +52,38 @@ class PeerSource(Protocol):
 
     @property
     def wants_host_copies(self) -> bool:
-        """True if published blocks should be on the host, where claiming nodes can read them."""
+        """True if published blocks should be on the host, where claiming nodes read them."""
 
     @property
     def num_leases(self) -> int:
-        """Number of leases (protections from eviction) held for nodes that read blocks here."""
+        """The number of leases (protections from eviction) held for nodes that read blocks here."""
 
     @property
     def num_offered(self) -> int:
-        """Number of blocks in other nodes' memory that this node's claims can read now."""
+        """The number of blocks in other nodes' memory that this node's claims can read now."""
 
     def offer(self, ticket_id: str, prompt: Prompt, ledger: TicketLedger) -> DirectAddress | None:
-        """Offer the blocks of a prompt to claiming nodes until the ticket has ended.
+        """Let claiming nodes read the blocks of a prompt here until the ticket has ended.
 
         Args:
             ticket_id: id of the ticket.
             prompt: the prompt whose blocks are offered.
-            ledger: calls back at the end of the ticket.
+            ledger: calls back when the ticket has ended.
 
         Returns:
-            The address to write into the prompt's ticket and open ticket; None if this node offers
-                nothing.
+            The address to write into the prompt's ticket and open ticket; None if other nodes
+                cannot read this node's memory.
         """
 
     def supply(self, may_land: Callable[[], bool] = lambda: True) -> AbstractContextManager[Supply]:
-        """Return the connection of one claim. When it is closed, the prefill node frees its blocks.
+        """Return the connection of one claim. Closing it lets the prefill node release its blocks.
 
         Args:
-            may_land: returns whether the device has room for the claim's blocks now.
+            may_land: returns True if the device has room for the claim's blocks now.
         """
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences; call only when no claim runs."""
+        """Return violated invariants as sentences. Call this only when no claim runs."""
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
 
@@ -99,7 +99,7 @@ class NoSupply:
         """Do nothing."""
 
     async def ask(self, prompt: Prompt) -> None:
-        """Bring nothing."""
+        """Do nothing."""
 
 
 class NoPeers:
@@ -114,7 +114,6 @@ class NoPeers:
         prompt: Prompt,  # noqa: ARG002
         ledger: TicketLedger,  # noqa: ARG002
     ) -> DirectAddress | None:
-        """See `PeerSource.offer`."""
         return None
 
     @contextmanager

@@ -50,7 +50,7 @@ from tierkv.storage.protocol import Notifier, PutItem, PutOutcome, PutStatus, St
 from tierkv.tasks import abandonable, both, supervised
 from tierkv.transfer.storage_io import StorageIO
 
-# The records of a hand-off in storage. The ticket is written last, so that it vouches for the rest.
+# The records of a hand-off in storage. The ticket is written last: if it exists, so do the blocks.
 #
 # open ticket        a ticket will come: its keys are known, its blocks are being stored
 # ticket             every block is stored; the first tokens
@@ -64,7 +64,7 @@ MAX_TICKET_BYTES = 16 << 20  # about 300,000 blocks
 
 
 class HandoffProblem(Enum):
-    """The reasons of failed hand-offs. HTTP clients see the values.
+    """The reasons of failed hand-offs. HTTP clients receive the values.
 
     Attributes:
         NOT_YET: no complete ticket came before the deadline: wait longer, or check the prefill
@@ -82,7 +82,7 @@ class HandoffProblem(Enum):
         PRODUCER_LOST: the prefill node died, or cannot reach the store: check the node, and claim
             again.
         UNAVAILABLE: the store did not answer: read the first failure in `GET /readyz?verbose`.
-        LOAD_FAILED: the blocks came to host memory, but not to the device: read the log, and claim
+        LOAD_FAILED: the blocks reached host memory, but not the device: read the log, and claim
             again.
     """
 
@@ -109,10 +109,10 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
             name the difference.
         block_size: number of tokens of a block.
         num_tokens: number of tokens of the prompt.
-        digests: one per block of the prompt in order, a partial last block's included. Checksums
-            are in the stored blocks: two producers may store different valid bytes under one key.
-        created_at: creation of the ticket in Unix seconds.
-        expires_at: end of its lifetime in Unix seconds.
+        digests: one digest per block of the prompt in order, the tail's included. They do not cover
+            the blocks' bytes: two producers may store different valid bytes under one key.
+        created_at: Unix seconds of the ticket's creation.
+        expires_at: Unix seconds at which the ticket expires.
         producer: name of the prefill node, for people.
         direct: address of the blocks in the producer's memory; None if they cannot be read there.
     """
@@ -151,10 +151,11 @@ class Ticket(_Handed, frozen=True, kw_only=True):
     """A complete ticket. Every block that it names was stored before the ticket was written.
 
     Attributes:
-        first_tokens: tokens that the prefill node has generated already.
+        first_tokens: tokens that the prefill node has already generated.
         sampling: sampling parameters of these tokens, in the engine's words; {} if not stated.
-        incarnation: id of the producer's process, which is notified of the claim; "" for none.
-        trace: the span of the publish, as W3C's `traceparent`; "" for none.
+        incarnation: random id of the producer's process, which is notified of the claim; "" for
+            none.
+        trace: the tracing span of the publish, as W3C's `traceparent`; "" for none.
     """
 
     first_tokens: tuple[_Token, ...]
@@ -176,11 +177,11 @@ class Ticket(_Handed, frozen=True, kw_only=True):
 
 
 class OpenTicket(_Handed, frozen=True, kw_only=True):
-    """The announcement of a ticket, valid while the liveness lease of its producer is alive.
+    """The announcement of a ticket, valid while its producer renews its liveness lease.
 
     Attributes:
         incarnation: random id of the producer's process, new at each start.
-        failure: the reason why no ticket will come after all; "" while one may.
+        failure: the reason why no ticket will come; "" while one may come.
     """
 
     incarnation: str
@@ -204,9 +205,9 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ticket_id: id of the ticket.
-        created_at: creation of the ticket in Unix seconds; tells uses of one id apart.
-        claimer: name of the node that got all of the blocks it wanted.
-        claimed_at: time of the claim in Unix seconds.
+        created_at: Unix seconds of the ticket's creation, since an id may be used again.
+        claimer: name of the node that has received all blocks that it wanted.
+        claimed_at: Unix seconds of the claim.
     """
 
     ticket_id: str
@@ -231,13 +232,12 @@ _SEAL_BYTES = 64  # no seal adds more
 
 
 class SmallValues:
-    """Small values in a store, such as tickets.
-
-    A value is signed or encrypted together with its name, as the setting `storage.trust` says.
+    """Small values in a store, such as tickets, signed or encrypted as `storage.trust` says.
 
     Args:
         store: the store.
-        codec: signs or encrypts; it must be the same on every node that shares the store.
+        codec: signs or encrypts a value together with its name. All nodes that share the store need
+            the same codec.
     """
 
     def __init__(self, store: Store, codec: SmallCodec) -> None:
@@ -249,7 +249,7 @@ class SmallValues:
 
         Args:
             name: name of the value.
-            max_bytes: most bytes of its content.
+            max_bytes: largest length of its content.
 
         Returns:
             The content; None if there is no such value.
@@ -269,7 +269,7 @@ class SmallValues:
             name: name of the value.
             content: its bytes.
             ttl_s: seconds until the store removes it.
-            only_new: True to keep a value that is there already.
+            only_new: True to leave an existing value.
 
         Returns:
             True if the value was written.
@@ -295,18 +295,15 @@ _DECIMALS, _DIGITS = 3, 20
 
 
 def _until(until: float, incarnation: str) -> bytes:
-    """Return the content of a liveness lease: its end, then 20 digits that identify the producer.
+    """Return the content of a liveness lease: its end, and 20 digits that identify the producer.
 
-    The end has three decimals; together they are a decimal number, which older nodes can read.
+    Together they are a decimal number, as older nodes expect: the end has three decimals.
     """
     return f"{until:.3f}{_digits_of(incarnation)}".encode()
 
 
 def _is_of(value: bytes, incarnation: str) -> bool:
-    """Return whether a liveness lease was written by this producer and not by another one.
-
-    A value that ends after the third decimal, as older nodes write it, is accepted.
-    """
+    """Return True if this producer wrote the lease; older nodes' leases name no producer."""
     digits = value.partition(b".")[2][_DECIMALS:]
     return not digits or digits == _digits_of(incarnation).encode()
 
@@ -317,10 +314,9 @@ def _digits_of(incarnation: str) -> str:
 
 
 class ProducerLease:
-    """The liveness lease of a prefill node: a short-lived value in storage, renewed while needed.
+    """The liveness lease of a prefill node: a short-lived value in storage that shows it is alive.
 
-    While a node has open tickets, one such value shows waiting decode nodes that it is alive. A
-    restarted node writes another one.
+    The value is renewed while the node has open tickets. A restarted node writes another value.
 
     Args:
         storage: the storage tier.
@@ -346,15 +342,12 @@ class ProducerLease:
 
     @property
     def num_held(self) -> int:
-        """Number of open tickets that need the value."""
+        """The number of open tickets for which the value is renewed."""
         return self._num_held
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Renew the value in the body, while an open ticket needs it.
-
-        At the end the value is deleted, so that no decode node waits for its expiry.
-        """
+        """Renew the value in the body while there are open tickets; delete it at the end."""
         try:
             async with supervised({"tierkv-producer-lease": self._keep}):
                 yield
@@ -380,13 +373,11 @@ class ProducerLease:
                 self._wanted.clear()
 
     async def written(self) -> None:
-        """Wait until the value was written, or an attempt has failed. Call this inside `held`."""
+        """Wait until the value is written, or an attempt has failed. Call this inside `held`."""
         await self._beaten.wait()
 
     async def is_alive(self, incarnation: str) -> bool:
-        """Return whether the node with this `incarnation` renews its liveness lease.
-
-        In a store without expiry of values, the time in the value decides.
+        """Return True if the node with this `incarnation` renews its liveness lease.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -407,7 +398,7 @@ class ProducerLease:
 
     @property
     def beat_s(self) -> float:
-        """Seconds between two renewals."""
+        """The seconds between two renewals."""
         return self.lease_s / _BEATS_PER_LEASE
 
     @property
@@ -415,11 +406,7 @@ class ProducerLease:
         return self._storage.names.producer(self.incarnation)
 
     async def _keep(self) -> None:
-        """Renew the value until cancelled. It outlasts two failed renewals.
-
-        A failed renewal is repeated soon: the store may have lost the value while it was
-        unavailable.
-        """
+        """Renew the value until cancelled; repeat a failed renewal soon."""
         while True:
             await self._wanted.wait()
             until = _until(self._storage.store.now() + self.lease_s, self.incarnation)
@@ -445,15 +432,15 @@ WHOLE, FAILED, PROGRESS = "whole", "failed", "p"
 
 
 def acknowledged_hint(ticket_id: str) -> str:
-    """Return the message to a producer that its ticket was claimed."""
+    """Return the message that tells a producer that its ticket was claimed."""
     return hashlib.sha256(ticket_id.encode()).hexdigest()[:32]
 
 
 def check_id(ticket_id: str) -> None:
-    """Check that a ticket's id can be encoded; half of a surrogate pair, for example, cannot.
+    """Check that a ticket's id can be encoded as UTF-8; half of a surrogate pair cannot.
 
     Raises:
-        BadRequestError: the id is not valid UTF-8.
+        BadRequestError: the id cannot be encoded.
     """
     try:
         ticket_id.encode()
@@ -468,10 +455,10 @@ class Tickets:
 
     Args:
         storage: the storage tier.
-        values: reads and writes small values there.
+        values: reads and writes small values in the store.
         tiers: computes keys, and owns the tasks that write.
-        fingerprints: fingerprints by name of the space, the service's own under ""; entries are
-            added while the service runs.
+        fingerprints: fingerprints by the name of their space, the service's own under ""; entries
+            are added while the service runs.
         lease: the liveness lease of this node.
         ticket_ttl_s: seconds that a decode node has to claim a ticket.
         claimed_ttl_s: seconds that an acknowledged ticket stays, for a node that has to claim
@@ -503,7 +490,7 @@ class Tickets:
         self.notifier: Notifier = storage.store.notifier()
 
     def keys_of(self, prompt: Prompt) -> KeyRun:
-        """Return the keys of all blocks of a prompt, a partial last one included."""
+        """Return the keys of all blocks of a prompt, the tail included."""
         return self._tiers.copies.prompt_keys(prompt)
 
     def hashed_keys_of(self, prompt: Prompt) -> Coroutine[None, None, KeyRun]:
@@ -518,15 +505,14 @@ class Tickets:
         first_tokens: Sequence[int],
         sampling: Mapping[str, str] | None = None,
     ) -> Ticket:
-        """Make the complete ticket that `opened` has announced. Nothing is written.
+        """Return the complete ticket that `opened` has announced, without writing it.
+
+        Its lifetime begins now.
 
         Args:
             opened: the open ticket.
             first_tokens: generated tokens that follow the prompt.
-            sampling: sampling parameters of these tokens; None if they are not stated.
-
-        Returns:
-            The ticket, with a lifetime that begins now.
+            sampling: sampling parameters of these tokens; None to state none.
         """
         fields = {name: getattr(opened, name) for name in OpenTicket.__struct_fields__}
         del fields["failure"]
@@ -545,15 +531,13 @@ class Tickets:
         prompt: Prompt,
         direct: DirectAddress | None = None,
     ) -> OpenTicket:
-        """Make an open ticket for a prompt of this node; `begin` writes it.
+        """Return an open ticket for a prompt of this node, without writing it; see `begin`.
 
         Args:
             ticket_id: id of the ticket.
             prompt: the prompt to publish.
-            direct: address of the blocks in this node's memory; None for storage alone.
-
-        Returns:
-            The open ticket.
+            direct: address of the blocks in this node's memory; None if they are read from storage
+                only.
         """
         now = self.now()
         return OpenTicket(
@@ -572,19 +556,20 @@ class Tickets:
     async def put(
         self, ticket: Ticket | OpenTicket, *, only_new: bool = False, generation: int | None = None
     ) -> bool:
-        """Write a ticket in place of the present one.
+        """Write a ticket, in place of the present one if there is one.
 
         Args:
             ticket: a ticket or an open ticket.
             only_new: True to write only if there is none.
-            generation: number of full deletions of storage before the ticket's blocks were
-                computed, None for the present number; a later deletion refuses the ticket.
+            generation: the generation (see `Deletions`) in which the ticket's blocks were computed;
+                None for the present one.
 
         Returns:
             True if the ticket was written.
 
         Raises:
-            StoreUnavailableError: the store did not accept it, or the blocks were deleted.
+            StoreUnavailableError: the store did not accept the ticket, or stored values were
+                deleted after this generation.
         """
         name_of = self.names.ticket if isinstance(ticket, Ticket) else self.names.open_ticket
         name, ttl_s = name_of(ticket.ticket_id), self._ticket_ttl_s + EXPIRED_GRACE_S
@@ -613,18 +598,18 @@ class Tickets:
     async def forget_open(self, ticket_id: str) -> None:
         """Delete an open ticket after the ticket itself was written.
 
-        If the store fails, the open ticket expires later.
+        If the store fails, the open ticket stays until it expires.
         """
         with suppress(StoreUnavailableError):
             await self._storage.store.delete([self.names.open_ticket(ticket_id)])
 
     async def forget(self, ticket_id: str) -> bool:
-        """Delete all values of a hand-off; return whether there were any.
+        """Delete ticket, open ticket and acknowledgement; return True if there was one of them.
 
         Waiting decode nodes are not notified.
 
         Raises:
-            BadRequestError: the id is not valid UTF-8.
+            BadRequestError: the id cannot be encoded as UTF-8.
             StoreUnavailableError: the store does not answer.
         """
         check_id(ticket_id)
@@ -633,10 +618,7 @@ class Tickets:
         return await self._storage.store.delete([name(ticket_id) for name in kinds]) > 0
 
     async def forget_all(self) -> int:
-        """Delete the tickets of all nodes that have a fingerprint which this service serves.
-
-        Returns:
-            The number of removed values.
+        """Delete all nodes' tickets with fingerprints of this service; return the values' number.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -653,15 +635,11 @@ class Tickets:
         return removed
 
     async def _ours(self, name: str, kind: type[Ticket | OpenTicket]) -> str | None:
-        """Return the id of the ticket under `name`, if this node serves its fingerprint, or None.
-
-        Raises:
-            StoreUnavailableError: the store did not answer.
-        """
+        """Return the id of a ticket with a fingerprint of this service; None for other values."""
         try:
             value = await self._values.get(name, max_bytes=MAX_TICKET_BYTES)
             ticket = None if value is None else kind.decode(value)
-        except StoreCorruptError:  # it cannot be claimed, or is sealed with another key
+        except StoreCorruptError:  # damaged, or sealed with another key
             return None
         ours = [one.readable() for one in self._fingerprints.values()]
         return ticket.ticket_id if ticket is not None and ticket.fingerprint in ours else None
@@ -671,7 +649,7 @@ class Tickets:
 
         Args:
             ticket_id: id of the ticket.
-            message: the message: WHOLE, FAILED, or PROGRESS with a number of blocks.
+            message: WHOLE, FAILED, or PROGRESS followed by the number of blocks that are stored.
 
         Returns:
             The coroutine that sends it.
@@ -679,7 +657,7 @@ class Tickets:
         return self.notifier.notify(self.names.ticket(ticket_id), message)
 
     def hint(self, ticket_id: str, message: str) -> None:
-        """Send a message as `notify` does, in a task.
+        """Send a message as `notify` does, in a task that logs failures.
 
         Args:
             ticket_id: id of the ticket.
@@ -697,18 +675,18 @@ class Tickets:
                 error,
             )
 
-    # If several prompts come under one id, the first one gets it, provided that the store keeps the
-    # first of several values.
+    # If several prompts are published under one id, the first one gets it, provided that the store
+    # keeps the first of several values (`PutItem.only_new`).
 
     async def check_free(self, ticket_id: str, digests: tuple[bytes, ...]) -> None:
         """Check that a ticket's id is not in use for another prompt.
 
-        An id is in use while a ticket is not claimed yet, or its prompt is being computed. The same
-        prompt may be published again. A value that cannot be read is no obstacle.
+        An id is in use while its prompt is being computed, and until its ticket is claimed or has
+        expired. If a value cannot be read, the check passes.
 
         Args:
             ticket_id: id of the ticket.
-            digests: digests of the prompt's blocks, a partial last one's included.
+            digests: digests of the prompt's blocks, the tail's included.
 
         Raises:
             DuplicateRequestError: the id is in use for another prompt.
@@ -733,13 +711,13 @@ class Tickets:
                 )
 
     async def begin(self, ticket: OpenTicket) -> None:
-        """Write an open ticket, once the liveness lease is written. Call it inside `lease.held`.
+        """Write an open ticket after the liveness lease. Call this inside `lease.held`.
 
-        The values of an earlier hand-off of the same id are replaced.
+        Values of an earlier hand-off of the same id are replaced.
 
         Raises:
-            DuplicateRequestError: another prompt has taken the id first.
-            StoreUnavailableError: the store did not accept it.
+            DuplicateRequestError: the id is in use for another prompt.
+            StoreUnavailableError: the store did not accept the open ticket.
         """
         is_there, _ = await both(self._exists(ticket.ticket_id), self.lease.written())
         if is_there:
@@ -749,16 +727,17 @@ class Tickets:
         self.hint(ticket.ticket_id, f"{PROGRESS}0")
 
     async def complete(self, ticket: Ticket, *, generation: int | None = None) -> None:
-        """Write the ticket of a prompt with all blocks in storage, and notify waiting decode nodes.
+        """Write the ticket of a prompt with all blocks stored, and notify waiting decode nodes.
 
         Args:
             ticket: the complete ticket.
-            generation: number of deletions at the time of the blocks' first write; the ticket is
-                refused if there was a deletion since. None for the present number.
+            generation: the generation (see `Deletions`) in which the ticket's blocks were computed;
+                None for the present one.
 
         Raises:
-            DuplicateRequestError: another prompt has taken the id first.
-            StoreUnavailableError: the store did not accept it, or the blocks were deleted.
+            DuplicateRequestError: the id is in use for another prompt.
+            StoreUnavailableError: the store did not accept the ticket, or stored values were
+                deleted after this generation.
         """
         await self._claim_name(ticket, generation)
         self.hint(ticket.ticket_id, WHOLE)
@@ -766,7 +745,7 @@ class Tickets:
     async def give_up(self, ticket: OpenTicket, failure: str) -> None:
         """Record in the open ticket that no ticket will come, and notify waiting decode nodes.
 
-        If another producer has opened the ticket since, nothing changes.
+        If another producer has opened a ticket of this id since, nothing changes.
 
         Args:
             ticket: the open ticket.
@@ -782,10 +761,7 @@ class Tickets:
             await self.notify(ticket.ticket_id, FAILED)
 
     async def _claim_name(self, ticket: Ticket | OpenTicket, generation: int | None = None) -> None:
-        """Write the ticket if the id is free: if there is none, or the present one is not in use.
-
-        The store itself decides whether there is one, so that two writers cannot both succeed.
-        """
+        """Write the ticket if its id is free; of two writers at a time, the store accepts one."""
         if generation is None:
             generation = self._storage.deletions.generation
         if not await self.put(ticket, only_new=True, generation=generation):
@@ -837,7 +813,7 @@ class Tickets:
             return None
 
     async def is_claimed(self, ticket: Ticket) -> bool:
-        """Return whether this ticket was claimed.
+        """Return True if this ticket was claimed.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -846,7 +822,7 @@ class Tickets:
         return claimed is not None and claimed.created_at == ticket.created_at
 
     def check(self, ticket: Ticket | OpenTicket, space: str, keys: KeyRun) -> None:
-        """Check that a ticket is for this prompt, has not expired, and is of a compatible node.
+        """Check that a ticket is for this prompt, not expired, and from a compatible node.
 
         Args:
             ticket: a ticket or an open ticket.
@@ -869,11 +845,12 @@ class Tickets:
     def problem_of(
         self, ticket: Ticket | OpenTicket, space: str | None = None
     ) -> HandoffError | None:
-        """Check a ticket without regard to its prompt: its fingerprint and its lifetime.
+        """Check the fingerprint and the lifetime of a ticket, but not its prompt.
 
         Args:
             ticket: a ticket or an open ticket.
-            space: name of a space of this node; None for any of them.
+            space: the space whose fingerprint the ticket must have; None for any space of this
+                node.
 
         Returns:
             The error to raise; None if the ticket can be used.
@@ -896,7 +873,7 @@ class Tickets:
     def now(self) -> float:
         """Return the time by which tickets are made and compared, in Unix seconds.
 
-        It is the store's clock, if the store has one, so that all nodes agree.
+        This is the store's clock if the store has one, so that all nodes agree.
         """
         return self._storage.store.now()
 
@@ -917,7 +894,8 @@ class Tickets:
         """Record that the ticket was claimed, notify its producer, and shorten its lifetime.
 
         Raises:
-            StoreUnavailableError: the store did not accept the record; the ticket expires later.
+            StoreUnavailableError: the store did not accept the record; the ticket stays until it
+                expires.
         """
         now = self.now()
         # At most the lifetime of this node's tickets: another node's ticket may state any time.
@@ -944,12 +922,7 @@ class Tickets:
         kind: type[_Named],
         max_bytes: int = MAX_TICKET_BYTES,
     ) -> _Named | None:
-        """Return the value of this kind for a ticket; None if there is none.
-
-        Raises:
-            HandoffError: the value is damaged or of another ticket. Even a trusted store may have a
-                value under a wrong name after values were restored or moved.
-        """
+        """Return the record of this kind for a ticket, None for none; raise if it is wrong."""
         check_id(ticket_id)
         try:
             value = await self._values.get(name_of(ticket_id), max_bytes=max_bytes)
@@ -983,10 +956,7 @@ def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
 
 
 def _refused(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableError:
-    """Return the error for a value that the store did not accept.
-
-    StoreRefusedError means that the store is full, so that another attempt is useless.
-    """
+    """Return the error for a value that the store refused; StoreRefusedError if it is full."""
     is_full = outcome.status is PutStatus.FULL
     kind = StoreRefusedError if is_full else StoreUnavailableError
     return kind(f"{url} did not accept {what}: {outcome.reason}")
@@ -997,15 +967,17 @@ class HandoffStats:
     """Counts since the start.
 
     Attributes:
-        early_blocks: blocks of `published_blocks` that were stored before their prompt was
-            computed.
+        early_blocks: those of `published_blocks` that were stored before their prompt was computed.
         failed_publishes: prompts without a ticket after a failure.
-        claims_without_ticket: claims whose policy allowed computing instead.
-        shown_blocks: blocks of this node's tiers that were shown to claimers.
+        claims_without_ticket: claims that went on without a ticket, because their policy allows
+            computing.
+        shown_blocks: blocks of this node's tiers that claiming nodes were told to read directly.
         device_blocks: blocks that this node read from other nodes' devices.
-        memory_blocks: blocks read from host tiers of other nodes on the same machine.
-        network_blocks: blocks read from host tiers of other machines.
-        damaged_direct_blocks: blocks that had changed at the producer, and came from storage.
+        memory_blocks: blocks that this node read from host tiers of other nodes on the same
+            machine.
+        network_blocks: blocks that this node read from host tiers on other machines.
+        damaged_direct_blocks: blocks that had changed at the producer when they were read directly,
+            and were fetched from storage instead.
     """
 
     published_prompts: int = 0
@@ -1026,7 +998,7 @@ class HandoffStats:
         """Count blocks that were read from another node's host tier.
 
         Args:
-            path: the kind of path.
+            path: MEMORY for the same machine, otherwise NETWORK.
             num_blocks: number of blocks.
         """
         if path is DirectPath.MEMORY:
@@ -1036,26 +1008,26 @@ class HandoffStats:
 
 
 class Standing(Enum):
-    """The state of a ticket, as any node sees it."""
+    """The state of a ticket, as any node can read it from the store."""
 
-    NOT_YET = "not_yet"  # nothing is known of it
+    NOT_YET = "not_yet"  # the store has no record of it
     OPEN = "open"  # its prompt is being computed
-    WHOLE = "whole"  # every block was stored, it can be claimed
+    WHOLE = "whole"  # every block was stored, so it can be claimed
     ACKNOWLEDGED = "acknowledged"  # a node claimed it; the ticket may still be stored for a while
     EXPIRED = "expired"
     DAMAGED = "damaged"
-    INCOMPATIBLE = "incompatible"  # of a node with KV that cannot be used here
+    INCOMPATIBLE = "incompatible"  # the KV of its producer cannot be used here
     PRODUCER_FAILED = "producer_failed"
     PRODUCER_LOST = "producer_lost"
     UNAVAILABLE = "storage_unavailable"
 
 
 class TicketStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket's state and what is known of it; unknown fields are None.
+    """A ticket's state and the known facts about it; None for an unknown one.
 
     Attributes:
         detail: one sentence, "" if there is nothing to add.
-        num_blocks: blocks of the prompt, its tail included.
+        num_blocks: number of the prompt's blocks, the tail included.
         created_at: Unix seconds.
         expires_at: Unix seconds.
         claimed_at: Unix seconds.
@@ -1080,11 +1052,8 @@ async def status_of(tickets: Tickets, ticket_id: str) -> TicketStatus:
         tickets: reads the ticket's records.
         ticket_id: id of the ticket.
 
-    Returns:
-        The state, and the known facts about the ticket.
-
     Raises:
-        BadRequestError: the id is not valid UTF-8.
+        BadRequestError: the id cannot be encoded as UTF-8.
     """
     try:
         return await _status(tickets, ticket_id)
@@ -1144,7 +1113,7 @@ class TicketView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ready_blocks: number of the ticket's `num_blocks` blocks that are stored.
-        claimer: name of the node that has claimed and acknowledged the ticket.
+        claimer: name of the node that has claimed and acknowledged the ticket; "" for none.
         failure: the reason why the ticket will never be complete; "" if there is none.
     """
 
@@ -1163,8 +1132,6 @@ class TicketView(msgspec.Struct, frozen=True, kw_only=True):
 class TicketLedger:
     """The states of the tickets that this node published last.
 
-    Resources of a ticket (`hold`) are released when it was acknowledged, has failed or has expired.
-
     Args:
         tickets: reads the acknowledgements.
     """
@@ -1178,7 +1145,7 @@ class TicketLedger:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Follow the tickets in the body; at its end, release the resources of all."""
+        """Follow the tickets in the body; at its end, call all callbacks of `hold`."""
         try:
             async with supervised({"tierkv-ticket-ledger": self._keep_checking}):
                 yield
@@ -1188,7 +1155,7 @@ class TicketLedger:
 
     @property
     def views(self) -> list[TicketView]:
-        """The states of the tickets, the newest first."""
+        """The states of the tickets, newest first."""
         return list(reversed(self._views.values()))
 
     def view(self, ticket_id: str) -> TicketView | None:
@@ -1199,11 +1166,11 @@ class TicketLedger:
         return len(self._holds)
 
     def hold(self, ticket_id: str, release: Callable[[], None]) -> None:
-        """Register a callback for the end of a ticket.
+        """Register a callback for a ticket's end: acknowledged, failed or expired.
 
         Args:
             ticket_id: id of the ticket.
-            release: called once.
+            release: called once, to release what was kept for the ticket.
         """
         self._holds.setdefault(ticket_id, []).append(release)
 
@@ -1216,12 +1183,12 @@ class TicketLedger:
 
         Args:
             ticket_id: id of the ticket.
-            ready_blocks: number of first blocks that are stored.
+            ready_blocks: number of blocks, from the prompt's start on, that are stored.
         """
         self._change(ticket_id, ready_blocks=ready_blocks)
 
     def failed(self, ticket_id: str, failure: str) -> None:
-        """Record that no ticket will come, and release its resources.
+        """Record that no ticket will come, and call the callbacks of `hold`.
 
         Args:
             ticket_id: id of the ticket.
@@ -1262,11 +1229,7 @@ class TicketLedger:
         return [view for view in self._views.values() if view.state is Standing.WHOLE]
 
     async def _keep_checking(self) -> None:
-        """Look for acknowledgements until cancelled.
-
-        A message is sent with each, but can be lost: all tickets are looked at from time to time,
-        too.
-        """
+        """Look for acknowledgements after each message of one, and from time to time."""
         while True:
             while not self._waiting():
                 self._came.clear()
@@ -1297,4 +1260,4 @@ class TicketLedger:
             )
             self._release_holds(ticket_id)
         elif ticket_id in self._views:
-            self._views.move_to_end(ticket_id)  # others have their turn
+            self._views.move_to_end(ticket_id)  # check the others first next time

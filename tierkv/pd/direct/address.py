@@ -1,7 +1,7 @@
 """Addresses of a prefill node's memory, as written in tickets, and the protocol to ask there.
 
 The decode node (claimer) asks the prefill node (producer) where the blocks of a ticket lie. The
-protocol runs over TCP or over Unix sockets, for which the kernel names the user at the other end.
+protocol runs over TCP, or over Unix sockets, for which the kernel names the user at the other end.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
         offer: name of the ticket's blocks at the server.
         machine: identity of the machine and user within which processes can read each other's
             memory; "" if that is impossible.
-        name: name of the Unix socket of the same server, for claimers on `machine`.
-        pid: process with the readable host tier on `machine`; 0 for none.
-        place: place of readable planes (see SharedPlanes); "" for none.
+        name: name of the Unix socket of the same server, for claimers on `machine`; "" for none.
+        pid: process whose host tier can be read on `machine`; 0 for none.
+        place: device and machine whose planes (device memory) can be read, see SharedPlanes; "" for
+            none.
         engine: the producer's name in Mooncake's transfer engine; "" if that does not run.
     """
 
@@ -69,7 +70,7 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
 class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
     """A question for the places of blocks [first, stop) of an offer.
 
-    Asking again releases the blocks of the last answer.
+    A new question lets the producer release the blocks of its last answer.
 
     Attributes:
         offer: name of the blocks, from the ticket's address.
@@ -86,18 +87,20 @@ class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The places of blocks, where they stay until the next question.
+    """The places of blocks. The blocks stay in place until the next question.
 
     They may leave earlier if the connection closes, or if no question comes for some seconds.
 
     Attributes:
         blocks: indices in the prompt of the blocks that are in the host tier.
-        addresses: addresses of their bytes in the producer's memory.
-        headers: their headers in the stored format, with checksums of these bytes.
-        planes: the producer's device memory, if the claimer asked for it and may read it.
+        addresses: address of each of these blocks in the producer's memory.
+        headers: header of each of these blocks in the stored format, with the checksum of its
+            bytes.
+        planes: the producer's device memory, if the claimer asked for it and may read it; otherwise
+            None.
         block_ids: device blocks in `planes`, from the question's first block on.
-        was_held: True if the blocks of the last answer on this connection have stayed until this
-            answer, and the device has not failed.
+        was_held: True if the blocks of the last answer on this connection have stayed in place
+            until this answer, and the device has not failed.
     """
 
     blocks: tuple[int, ...] = ()
@@ -116,7 +119,7 @@ class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Channel:
-    """One connection. Each message is authenticated with the secret that both ends have.
+    """One connection, whose messages are authenticated with a secret that both ends have.
 
     A message that is repeated, or sent on another connection, is refused.
 
@@ -163,14 +166,11 @@ class Channel:
         """Wait for the next question and return it.
 
         Args:
-            node_secret: secret of the producer's process, from which those of its offers are
+            node_secret: secret of the producer's process, from which the offers' secrets are
                 derived.
 
-        Returns:
-            The question.
-
         Raises:
-            StoreCorruptError: the offer's secret does not authenticate the question.
+            StoreCorruptError: the question was not sent with the offer's secret.
             OSError, EOFError: the stream has ended.
         """
         body, mac = await self._receive()
@@ -182,7 +182,7 @@ class Channel:
         """Wait for the answer to the last question and return it.
 
         Raises:
-            StoreCorruptError: `secret` does not authenticate the answer.
+            StoreCorruptError: the answer was not sent with `secret`.
             OSError, EOFError: the stream has ended.
         """
         body, mac = await self._receive()
@@ -191,7 +191,7 @@ class Channel:
 
     @property
     def peer_uid(self) -> int | None:
-        """User id of the process at the other end of a Unix socket; None for TCP."""
+        """The user id of the process at the other end of a Unix socket; None for TCP."""
         return uid_of_peer(self._writer)
 
     def close(self) -> None:
@@ -222,14 +222,11 @@ class Channel:
 
 
 def secret_of(node_secret: bytes, offer: str) -> bytes:
-    """Return the secret of an offer, which proves that a claimer has read the ticket.
+    """Return the secret of an offer, 16 bytes. A claimer that has it has read the ticket.
 
     Args:
         node_secret: secret of the producer's process.
         offer: name of the offer.
-
-    Returns:
-        The secret, 16 bytes.
     """
     return hmac.digest(node_secret, offer.encode(), "sha256")[:_MAC_BYTES]
 
@@ -237,7 +234,7 @@ def secret_of(node_secret: bytes, offer: str) -> bytes:
 def this_machine() -> str:
     """Return an id of this machine, pid namespace and user; "" if the system does not say.
 
-    Two processes have the same id only if they can read each other's memory.
+    Only processes with the same id can read each other's memory.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
@@ -253,7 +250,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 def near_listener(backlog: int) -> socket.socket | None:
     """Return a listening Unix socket with a random name; None if the system has no such sockets.
 
-    The socket is abstract: no file, and gone with its process.
+    The socket is abstract: it has no file, and disappears with its process.
     """
     here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -267,16 +264,16 @@ def near_listener(backlog: int) -> socket.socket | None:
 
 
 def name_of(here: socket.socket) -> str:
-    """Return the name of a listener, for `connect_near`."""
+    """Return the name of a listening socket, for `connect_near`."""
     name: bytes = here.getsockname()
     return name[1:].decode()
 
 
 async def connect_near(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the listener with this name on the same machine.
+    """Connect to the listening socket with this name on the same machine.
 
     Raises:
-        OSError: there is no such listener.
+        OSError: there is no such socket.
     """
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -1,7 +1,7 @@
 """Direct paths: reading blocks from the memory of the node that computed them, without storage.
 
-Both sides are here: the server of a prefill node (producer) and the reads of a decode node
-(claimer), each claim over a connection of its own.
+Both sides are here: the server of a prefill node (producer), and the reads of a decode node
+(claimer), which has a connection for each claim.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class ShownBlocks:
 
 
 class DirectServer:
-    """The prefill node's side: answers in which host slots or device blocks a prompt's blocks are.
+    """The prefill node's side: tells claimers in which host slots or device blocks a prompt is.
 
     The server listens on a TCP port and, for this machine, on a Unix socket, both opened at the
-    first offer. The blocks of an answer stay until the claimer's connection ends, or for `held_s`
-    seconds without another question.
+    first offer. The blocks of an answer stay in place until the claimer's connection closes, or for
+    `held_s` seconds without another question.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators and settings
@@ -95,16 +95,16 @@ class DirectServer:
         held_s: float,
         on_blocks: Callable[[int], None],
     ) -> None:
-        """Make the server; the first `offer` opens its sockets.
+        """Create the server; the first `offer` opens its sockets.
 
         Args:
             tiers: the tiers of the prompts.
             slices: the layout of stored blocks.
             slots: the host tier's memory.
-            where: host and port; port 0 takes a free one.
+            where: host and port; port 0 for a free one.
             machine: identity of this machine; see `this_machine`.
-            planes: this node's planes; None if other processes cannot read them.
-            held_s: seconds that the blocks of an answer stay without another question.
+            planes: describes this node's device memory; None if other processes cannot read it.
+            held_s: seconds that the blocks of an answer stay in place without another question.
             on_blocks: called with the number of blocks in each answer.
         """
         self._tiers = tiers
@@ -126,7 +126,7 @@ class DirectServer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Serve in the body; at the end close every connection and release its blocks."""
+        """Answer questions in the body; at the end close all connections and release blocks."""
         async with self._threads.running():
             try:
                 async with (
@@ -139,7 +139,7 @@ class DirectServer:
                         self._prompts.clear()
             finally:
                 for one in (self._listener, self._near):
-                    if one is not None:  # after the server, which counts on it
+                    if one is not None:  # only after the server has stopped
                         one.close()
 
     def offer(self, offer: str, prompt: Prompt) -> DirectAddress:
@@ -166,7 +166,7 @@ class DirectServer:
         return offer in self._prompts
 
     def forget(self, offer: str) -> None:
-        """End an offer. Blocks of earlier answers are released when their connections end."""
+        """End an offer. Blocks of earlier answers are released when their connections close."""
         self._prompts.pop(offer, None)
 
     def _listen(self) -> socket.socket:
@@ -185,7 +185,7 @@ class DirectServer:
 
     async def _serve(self, group: asyncio.TaskGroup) -> None:
         await self._wanted.wait()
-        assert self._listener is not None, "that is what was waited for"
+        assert self._listener is not None, "set before `_wanted`"
 
         def came(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if len(self._claimers) >= _MAX_CLAIMERS:
@@ -221,7 +221,7 @@ class DirectServer:
                     await channel.send_answer(answer, secret_of(self._secret, ask.offer))
                 left_s = self._held_s
         except (OSError, EOFError, TimeoutError):
-            pass  # the producer has ended, or hangs
+            pass  # the claimer has disconnected, or hangs
         except StoreCorruptError as error:
             log.warning("a claimer's question for block addresses was refused: %s", error)
         except AssertionError:
@@ -235,9 +235,9 @@ class DirectServer:
     # Answers to claimers
 
     async def _answer(self, ask: DirectAsk, held: ShownBlocks) -> DirectAnswer:
-        """Return the places of the wanted blocks that are ready.
+        """Return the places of the wanted blocks that are ready, and protect these from eviction.
 
-        The blocks are protected from eviction, and those of the last answer no longer are.
+        The protection of the blocks in the last answer ends.
         """
         was_held = bool(held.leases) and self._tiers.mover.device.failure is None
         self._release_shown(held)
@@ -316,7 +316,7 @@ _ANSWER_S = 1.0  # an answer takes some ms; without one, blocks come from storag
 
 
 class Claimer:
-    """The decode node's side, for one claim: asks the producer for the places of blocks."""
+    """The decode node's side of one claim: asks the producer for the places of blocks."""
 
     def __init__(
         self,
@@ -327,14 +327,14 @@ class Claimer:
         machine: str,
         may_land: Callable[[], bool],
     ) -> None:
-        """Make the claimer; `learn` gives it the producer's address.
+        """Create the claimer; `learn` gives it the producer's address.
 
         Args:
             tiers: the tiers of this node.
-            offers: the list of blocks that fetches read from producers; extended by answers.
+            offers: the list of blocks that fetches read from producers; answers are added to it.
             landing: copies from other nodes' devices; None if this node cannot.
             machine: identity of this machine; see `this_machine`.
-            may_land: returns whether the device has room for the claim's blocks now.
+            may_land: returns True if the device has room for the claim's blocks now.
         """
         self._tiers = tiers
         self._offers = offers
@@ -343,15 +343,15 @@ class Claimer:
         self._may_land = may_land
         self._address: DirectAddress | None = None
         self._is_silent = self._is_near = False
-        self._near: Landing | None = None  # if blocks can come from the producer's device
+        self._near: Landing | None = None  # set if the producer's device can be read
         self._peer: Peer | None = None
         self._channel: Channel | None = None
         self._mine: list[tuple[bytes, Offer]] = []
-        self.came: list[range] = []  # tokens of the prompt that were brought for this claim so far
-        self.direct: list[range] = []  # those of them that came straight from the producer
+        self.came: list[range] = []  # ranges of tokens that were fetched for this claim
+        self.direct: list[range] = []  # those that were read from the producer's memory
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
-        """Take the producer's address from the ticket; another address means another producer."""
+        """Use the producer's address in a ticket; another address means another producer."""
         address = ticket.direct
         if address is None or address == self._address:
             return
@@ -364,7 +364,7 @@ class Claimer:
     async def ask(self, prompt: Prompt) -> None:
         """Copy missing blocks of `prompt` to the device, or list their places for fetches.
 
-        One call at a time.
+        One call may run at a time.
         """
         if self._near is not None and self._may_land():
             await self._land(prompt, self._near)
@@ -382,14 +382,14 @@ class Claimer:
         """Copy blocks from the producer's device to this one."""
         match = self._tiers.index.match(prompt)
         first, stop = match.device_blocks, prompt.num_blocks
-        assert self._address is not None, "somebody is near"
+        assert self._address is not None, "`_near` is set only with an address"
         stop = min(stop, first + MAX_BLOCKS)
         if first >= stop or match.loading_blocks or not landing.can_reach(self._address.place):
             return
         answer = await self._answer_to(first, stop, self._machine)
         if answer is None or answer.planes is None or not 0 < len(answer.block_ids) <= stop - first:
             return
-        assert self._channel is not None, "the answer came by it"
+        assert self._channel is not None, "the answer came over the channel"
         was_held = partial(self._was_held, self._channel, self._address)
         ids = np.array(answer.block_ids, np.int32)
         is_whole = False
@@ -402,14 +402,12 @@ class Claimer:
                 self.direct.append(landed)
         finally:
             if not is_whole:
-                self._hang_up()  # a word of it may still be on its way
+                self._hang_up()  # an answer may still be on its way
 
     async def _was_held(self, channel: Channel, address: DirectAddress) -> bool:
-        """Return whether the producer has kept the blocks of its last answer in place until now.
+        """Return True if the producer still has the blocks of its last answer in place.
 
-        Args:
-            channel: connection of that answer, perhaps closed since.
-            address: the producer's address in that answer.
+        `channel` is the connection of that answer; it may be closed by now.
         """
         nothing = DirectAsk(offer=address.offer, first=0, stop=0)
         try:
@@ -421,11 +419,7 @@ class Claimer:
             return False
 
     async def _answer_to(self, first: int, stop: int, machine: str = "") -> DirectAnswer | None:
-        """Ask the producer for the places of blocks [first, stop).
-
-        Returns:
-            The answer; None if the producer does not answer, and from then on always.
-        """
+        """Ask the producer for the places of blocks [first, stop); None if it does not answer."""
         if self._is_silent or self._address is None:
             return None
         ask = DirectAsk(offer=self._address.offer, first=first, stop=stop, machine=machine)
@@ -439,7 +433,7 @@ class Claimer:
 
     async def _exchange(self, ask: DirectAsk) -> DirectAnswer:
         address = self._address
-        assert address is not None, "there is somebody to ask"
+        assert address is not None, "checked by `_answer_to`"
         try:
             if self._channel is None:
                 self._channel = await self._connect(address)
@@ -447,7 +441,7 @@ class Claimer:
             await self._channel.send_ask(ask, address.secret)
             return await self._channel.answer(address.secret)
         except BaseException:
-            self._hang_up()  # cancelled or not: the next answer would be that of this question
+            self._hang_up()  # the next answer on this connection would be that to this question
             raise
 
     async def _connect(self, address: DirectAddress) -> Channel:
@@ -488,16 +482,16 @@ _ENGINE_START_S = 10.0
 class Direct:
     """The direct paths of this node, a `PeerSource`.
 
-    Fetches read through `offers`: while `running()` is open from producers, else from storage.
+    Fetches use `offers` as their source, which reads from producers inside `running()`.
 
     Args:
         tiers: the tiers of this node.
         storage: the storage tier.
         slots: the host tier's memory.
         settings: the permitted paths and addresses.
-        codecs: signs or encrypts stored blocks, by space; None for neither. Every reader of the
-            store can read tickets and use their secrets. Signed or encrypted blocks, which are
-            protected against such readers, are therefore not offered.
+        codecs: returns the codec of a fingerprint, by its short form; None for plain checksums.
+            Signed or encrypted blocks are not offered, because everyone who can read the store can
+            read the secrets in tickets.
         stats: counts of the node's hand-offs.
         allocate: acquires device slots; see `Scheduler.acquire_device`.
     """
@@ -636,7 +630,17 @@ class Direct:
         return bool(self._pid) or self._engine is not None
 
     def offer(self, ticket_id: str, prompt: Prompt, ledger: TicketLedger) -> DirectAddress | None:
-        """See `PeerSource.offer`."""
+        """Let claiming nodes read the blocks of a prompt here until the ticket has ended.
+
+        Args:
+            ticket_id: id of the ticket.
+            prompt: the prompt whose blocks are offered.
+            ledger: calls back when the ticket has ended.
+
+        Returns:
+            The address to write into the prompt's ticket and open ticket; None if other nodes
+                cannot read this node's memory.
+        """
         server = self._server
         if server is None or not self._is_plain(prompt.space):
             return None

@@ -1,9 +1,7 @@
-"""The decode node's side of a hand-off from device to device, without a host tier in between.
+"""Copies of a claimed prompt from the producer's device to this node's, bypassing the host tiers.
 
-Blocks of a producer's planes (device memory) are copied into this node's planes:
-
-    acquire device slots -> copy -> check that the producer kept the blocks meantime
-        -> insert them into the index
+acquire device slots -> copy the producer's blocks
+    -> check that the producer kept them in place meanwhile -> insert them into the index
 """
 
 from __future__ import annotations
@@ -34,17 +32,22 @@ _ROOM_S = 2.0
 
 
 class ShownPlanes:
-    """The description of this node's planes for other processes, made once per allocation."""
+    """The description of this node's planes (device memory) for other processes."""
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
-        """Describe the planes that `planes` returns at the time of each `describe`."""
+        """Prepare descriptions.
+
+        Args:
+            sharing: describes memory of the device.
+            planes: returns this node's present planes; called for each description.
+        """
         self._sharing = sharing
         self._planes = planes
         self._owner = uuid4().hex
         self._described: tuple[Planes, SharedPlanes] | None = None
 
     def describe(self) -> SharedPlanes:
-        """Return the description of the present planes for other processes.
+        """Return the description of the present planes.
 
         Raises:
             ConfigError: no other process can open them.
@@ -71,14 +74,18 @@ class _Open:
 
 
 class OpenPlanes:
-    """Planes of other nodes that are open here, one set for each node. For use in one thread.
+    """The open planes (device memory) of other nodes, one set per node. Use it from one thread.
 
-    While open, they keep the other node's memory from being freed, even if that node is dead or
-    asleep.
+    Open planes keep the other node's memory from being freed, even if that node is dead or asleep.
     """
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
-        """Prepare copies to this node's planes, which `planes` returns at each copy."""
+        """Prepare copies.
+
+        Args:
+            sharing: opens planes of other processes.
+            planes: returns this node's present planes, the target; called for each copy.
+        """
         self._sharing = sharing
         self._planes = planes
         self._of: dict[str, _Open] = {}
@@ -101,7 +108,7 @@ class OpenPlanes:
         own = self._planes()
         found = self._of.get(shared.owner)
         if found is not None and (found.name != shared.name or found.own is not own):
-            self.close(shared.owner)  # first: the new ones may have the handles of the old
+            self.close(shared.owner)  # before opening new planes, which may have the same handles
             found = None
         if found is None:
             found = _Open(shared.name, own, self._sharing.open(own, shared), 0.0)
@@ -119,16 +126,16 @@ class OpenPlanes:
             found.peer.close()
 
     def close_unused(self, unused_s: float) -> None:
-        """Close the planes from which nothing was read for `unused_s` seconds."""
+        """Close the planes from which no block was copied for `unused_s` seconds."""
         before = time.monotonic() - unused_s
         for owner in [owner for owner, one in self._of.items() if one.used_at <= before]:
             self.close(owner)
 
 
 class Landing:
-    """Copies blocks from other nodes' planes to this device.
+    """Copies of blocks from other nodes' devices to this node's.
 
-    Planes of another node are closed after CLOSE_UNUSED_S without a read.
+    Another node's memory is closed after CLOSE_UNUSED_S seconds without a copy.
     """
 
     def __init__(
@@ -139,11 +146,11 @@ class Landing:
         *,
         allocate: Callable[[Prompt, int], Ids],
     ) -> None:
-        """Make the landing; copies need `running`.
+        """Prepare copies, which need `running`.
 
         Args:
             tiers: the tiers of this node.
-            sharing: opens planes of other processes.
+            sharing: opens the device memory of other processes.
             stats: counts of the node's hand-offs.
             allocate: returns device slots for a number of blocks of a prompt; see
                 Scheduler.acquire_device.
@@ -154,11 +161,11 @@ class Landing:
         self._threads = WorkerThreads("direct hand-off", 1)
         self._planes = OpenPlanes(sharing, lambda: tiers.mover.planes)
         self._was_used = asyncio.Event()
-        self._unreachable: set[str] = set()  # places of which nothing can be read from here
+        self._unreachable: set[str] = set()  # places whose memory cannot be read from here
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the copies in the body; at the end, close all planes after the last copy."""
+        """Allow copies in the body; at the end, close all memory after the last copy."""
         async with self._threads.running():
             try:
                 async with supervised({"tierkv-landing": self._keep_closing}):
@@ -180,14 +187,14 @@ class Landing:
         return bool(self._planes.num_open)
 
     def can_reach(self, place: str) -> bool:
-        """Return whether planes (KV memory) of another process may be readable here.
+        """Return True if device memory of another process may be readable here.
 
         Args:
-            place: device and machine of the planes, as their owner describes them; "" if it shares
+            place: device and machine of the memory, as its owner describes them; "" if it shares
                 none.
 
         Returns:
-            False if `place` is "", or if an earlier attempt to read planes there has failed.
+            False if `place` is "", or if an earlier attempt to read memory there has failed.
         """
         return bool(place) and place not in self._unreachable
 
@@ -201,19 +208,18 @@ class Landing:
     ) -> bool:
         """Copy blocks of `prompt` from the producer's device to this one.
 
-        A cancel is raised at once; the copy continues, and its slots become free at its end.
+        A cancelled call raises at once; the copy continues, and its slots are released at its end.
 
         Args:
             prompt: the prompt.
-            first: index of the first block to copy; this device has the blocks before.
-            shared: description of the producer's planes.
+            first: index of the first block to copy; this device has the blocks before it.
+            shared: description of the producer's device memory.
             source_ids: the producer's blocks, int32 [n].
-            was_held: asks the producer, after the copy, if it kept the blocks in place all the
-                time.
+            was_held: asks the producer, after the copy, if it kept the blocks in place until then.
 
         Returns:
-            True if the blocks are in this node's index; False if there was no room, or they could
-                not be read, or were not kept in place.
+            True if the blocks are in this node's index. False if there was no room, or if the
+                blocks could not be read or were not kept in place.
         """
         outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         work = self._land(prompt, first, shared, source_ids, was_held, outcome)
@@ -234,7 +240,7 @@ class Landing:
         path = index.hold(match.node, min(first, match.num_blocks))
         has_landed = False
         try:
-            if match.device_blocks >= first:  # nothing of it was evicted since
+            if match.device_blocks >= first:  # the blocks before `first` are still there
                 slots = await self._allocate(prompt, len(source_ids))
                 tiers.slots.lend(Tier.DEVICE, slots)
                 left = slots
@@ -264,12 +270,7 @@ class Landing:
                 outcome.set_result(has_landed)
 
     async def _allocate(self, prompt: Prompt, count: int) -> Ids:
-        """Return device slots, after a wait for copies that make room.
-
-        Raises:
-            OutOfBlocksError: there are none, and no copy makes room.
-            TimeoutError: none became free in time.
-        """
+        """Return device slots; wait up to _ROOM_S seconds for copies that make room."""
         async with asyncio.timeout(_ROOM_S):
             while True:
                 try:
@@ -292,10 +293,9 @@ class Landing:
         return None
 
     def _enter(self, path: Lease, prompt: Prompt, slots: Ids) -> Ids:
-        """Insert the blocks in `slots` into the index behind those of `path`, and extend `path`.
+        """Insert the blocks in `slots` into the index after those of `path`, and extend `path`.
 
-        Returns:
-            The slots of blocks that the index has got in another way meantime.
+        Return the slots of blocks that the index has received from elsewhere in the meantime.
         """
         tiers, index, first = self._tiers, self._tiers.index, path.num_blocks
         stop = first + len(slots)

@@ -37,7 +37,7 @@ from tierkv.transfer.storage_io import StorageIO
 
 
 class _Engine(Protocol):
-    """The used methods of `mooncake.engine.TransferEngine`.
+    """The methods of `mooncake.engine.TransferEngine` that are used here.
 
     Each method except `get_rpc_port` returns 0 for success. A read blocks for 5 s if the peer does
     not answer.
@@ -63,8 +63,8 @@ class _Package(Protocol):
 class TransferEngine:
     """Mooncake's transfer engine of this node. Use it from one thread at a time.
 
-    Bytes arrive in a buffer first: a failed read may still write there later, but never into a slot
-    that has a block from another source by then.
+    Bytes arrive in a buffer and are then copied to their target: a failed read may still write to
+    the buffer later, but never to a slot that has another block by then.
 
     Attributes:
         name: this node's name for the engines of other nodes.
@@ -93,7 +93,7 @@ class TransferEngine:
         self._shown: list[int] = []
 
     def show(self, memory: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
-        """Let other nodes read `memory` until `close`. Further calls for it do nothing.
+        """Let other nodes read `memory` until `close`. A repeated call does nothing.
 
         Raises:
             ConfigError: the engine cannot register the memory.
@@ -149,7 +149,7 @@ log = logging.getLogger(__name__)
 
 _HIT = GetOutcome(GetStatus.HIT, is_direct=True)
 _ABSENT = GetOutcome(GetStatus.MISS)
-_PLAIN = PlainCodec(PayloadCodecs())  # the bytes travel as they lie in memory
+_PLAIN = PlainCodec(PayloadCodecs())  # bytes are read from memory as they are
 
 
 Read = Callable[[Sequence[RemotePiece]], None]  # reads one producer's host tier, in a thread
@@ -157,13 +157,13 @@ Read = Callable[[Sequence[RemotePiece]], None]  # reads one producer's host tier
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A producer, as one claim reads its host tier.
+    """A producer whose host tier one claim reads.
 
     Attributes:
-        path: the kind of path.
+        path: the way in which its memory is read.
         read: reads ranges of its memory; raises TransferError if not all bytes arrived, and
-            NotPermittedError if none ever will.
-        is_given_up: True after a failed read: its blocks come from storage.
+            NotPermittedError if reading is forbidden.
+        is_given_up: True after a failed read; its blocks are then fetched from storage.
     """
 
     path: DirectPath
@@ -177,7 +177,7 @@ class Offer:
 
     Attributes:
         peer: the producer.
-        address: address of the block's bytes in its memory.
+        address: address of the block's bytes in the producer's memory.
         header: header with the checksum that the bytes must have.
     """
 
@@ -195,16 +195,16 @@ class _Read:
 
 
 class Offers:
-    """The source that a `Fetcher` reads: producers while they offer blocks, otherwise storage.
+    """The source that a `Fetcher` reads: producers that offer a block, otherwise storage.
 
-    Nodes with tensor parallelism, which store a block as several slices, cannot use it.
+    Only for nodes without tensor parallelism, whose blocks are stored as one value.
 
     Args:
         storage: the storage tier.
         stats: counts of the node's hand-offs.
 
     Attributes:
-        reads_memory: True if the kernel may copy from another process of this machine.
+        reads_memory: True if the kernel may copy from other processes of this machine.
         engine: reads from nodes on other machines; None if it does not run.
     """
 
@@ -246,7 +246,7 @@ class Offers:
         return None
 
     def add(self, digest: bytes, offer: Offer) -> None:
-        """List a block of a producer.
+        """Add a producer's block to the list.
 
         Args:
             digest: key of the block.
@@ -255,11 +255,11 @@ class Offers:
         self._of.setdefault(digest, []).append(offer)
 
     def remove(self, digest: bytes, offer: Offer) -> None:
-        """Remove a block from the list.
+        """Remove a producer's block from the list.
 
         Args:
             digest: key of the block.
-            offer: the block, as given to `add`.
+            offer: the object that was given to `add`.
         """
         left = [one for one in self._of[digest] if one is not offer]
         if left:
@@ -267,10 +267,10 @@ class Offers:
         else:
             del self._of[digest]
 
-    # What the fetcher asks
+    # Called by the fetcher
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """Return the number of leading `keys` that producers offer or storage has.
+        """Return how many of `keys` a producer offers or storage has, before the first one missing.
 
         Storage is asked from the first key on that no producer offers.
 
@@ -292,7 +292,18 @@ class Offers:
             return shown
 
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
-        """See `Source.fetch`. Damage at a producer does not count as damage in storage."""
+        """Read blocks into host slots, from producers or storage; see `StorageIO.fetch`.
+
+        A block that is damaged at a producer is fetched from storage, and not counted as damaged
+        there.
+
+        Args:
+            keys: keys of the blocks.
+            slot_ids: int32 [len(keys)], the target slots.
+
+        Returns:
+            One outcome per key.
+        """
         if not self._of:
             return await self._storage.fetch(keys, slot_ids)
         outcomes = [_ABSENT] * len(keys)
@@ -316,7 +327,7 @@ class Offers:
         return None
 
     async def _read(self, reads: Sequence[_Read], outcomes: list[GetOutcome]) -> None:
-        """Read blocks into their slots and check them; set `outcomes` to hits for intact ones."""
+        """Read blocks into their slots and check them; set the outcomes of intact ones to hits."""
         for peer in dict.fromkeys(read.offer.peer for read in reads):
             some = [read for read in reads if read.offer.peer is peer]
             try:
@@ -344,10 +355,7 @@ class Offers:
                 )
 
     def _read_and_check(self, peer: Peer, reads: Sequence[_Read]) -> list[int]:
-        """Return the positions, among the wanted keys, of the blocks that arrived intact.
-
-        Runs in a thread.
-        """
+        """Return the indexes (`at`) of the blocks that arrived intact. Runs in a thread."""
         part = self._storage.slices.parts[0]
         payloads = [part.payload(read.slot, read.key.num_tokens) for read in reads]
         peer.read(
