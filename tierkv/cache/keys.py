@@ -447,9 +447,8 @@ def _extras(media: Sequence[MediaItem], num_tokens: int, block_size: int) -> dic
 
     A partial last block counts as a block.
     """
-    items: dict[
-        int, list[MediaItem]
-    ] = {}  # by block, since searching all items for each block is slow
+    # By block, since searching all items for each block is slow.
+    items: dict[int, list[MediaItem]] = {}
     for item in media:
         stop = item.start + item.num_tokens
         if stop > num_tokens:

@@ -413,8 +413,8 @@ def opened_planes(
 ) -> CudaPlanes:
     """Open another process's planes by CUDA IPC; `close` unmaps them.
 
-    The two processes order their accesses by messages: this process must not tell the other of a
-    copy before the copy has ended.
+    The two processes order their accesses by messages: a copy must have ended before the other
+    process is notified of it.
 
     Args:
         gpu: the GPU that holds the planes.

@@ -294,7 +294,7 @@ class TransformersEngine(SessionEngine):
 # cores, pools wake up slowly. Without a pool of the main thread, SmolLM2-135M on 2 cores takes 69
 # ms for a token instead of 83 ms or more.
 def _in_own_thread(load: Callable[[], PagedModel]) -> PagedModel:
-    """Return the result of `load`, called in a thread that ends, and its OpenMP pool with it."""
+    """Return the result of `load`, called in a thread of its own: its OpenMP pool ends with it."""
     loaded: Future[PagedModel] = Future()
 
     def run() -> None:
