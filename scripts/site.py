@@ -20,7 +20,6 @@ from mkdocs.structure.files import File, Files
 from tierkv.api.node import Node
 from tierkv.api.server import routes
 from tierkv.api.settings import NodeSettings
-from tierkv.api.types import EXAMPLES
 from tierkv.config import load, settings_in
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http.route import document
@@ -158,7 +157,7 @@ def routes_page() -> str:
         table = routes(node, None)
     finally:
         node.device.close()
-    told = document([row for row in table if row.path != "/openapi.json"], EXAMPLES)
+    told = document([row for row in table if row.path != "/openapi.json"])
     parts = [
         "# HTTP routes of a node",
         _ROUTES,

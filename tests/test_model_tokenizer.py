@@ -19,7 +19,7 @@ from tests.models import BOS, EOS, add_tokenizer, close, vocabulary, write_json,
 from tierkv.cache.keys import pack, unpack
 from tierkv.errors import BadRequestError, ConfigError
 from tierkv.model_tokenizer import ModelTokenizer, read_tokenizer
-from tierkv.tokenizers import AnswerDecoder, ByteTokenizer, answer_text
+from tierkv.tokenizers import AnswerDecoder, ByteTokenizer
 
 KINDS = ("directory", "gguf")
 BYTES = ByteTokenizer()
@@ -52,7 +52,7 @@ def test_any_text_comes_back_whole_and_in_pieces(kind: str, text: str) -> None:
     tokens = unpack(model.encode(text)).tolist()
     assert model.decode(tokens) == text
     assert model.fewest_tokens(text) <= len(tokens)
-    assert answer_text(model, b"", tokens) == text
+    assert AnswerDecoder(model, b"").text(tokens) == text
 
 
 @given(tokens=st.lists(st.integers(0, len(vocabulary()) - 1), max_size=12))
@@ -60,7 +60,7 @@ def test_pieces_of_any_tokens_join_to_the_text_of_all_without_stop_tokens(
     tokens: list[int],
 ) -> None:
     model = tokenizer("gguf")
-    assert answer_text(model, b"", tokens) == model.decode([t for t in tokens if t != 1])
+    assert AnswerDecoder(model, b"").text(tokens) == model.decode([t for t in tokens if t != 1])
 
 
 @given(
@@ -110,7 +110,7 @@ def test_no_piece_has_half_a_character_and_the_rest_says_that_one_is_incomplete(
 
 @given(st.lists(st.integers(0, 255)))
 def test_pieces_of_any_bytes_join_to_the_text_of_all(tokens: list[int]) -> None:
-    assert answer_text(BYTES, b"", tokens) == BYTES.decode(tokens)
+    assert AnswerDecoder(BYTES, b"").text(tokens) == BYTES.decode(tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -201,20 +201,6 @@ class AnswerDecoder:
         return "".join([self.feed(token) for token in tokens]) + self.rest()
 
 
-def answer_text(tokenizer: Tokenizer, prompt: bytes, tokens: Iterable[int]) -> str:
-    """Return the text of an answer, equal to the joined pieces of a decoder.
-
-    Args:
-        tokenizer: the tokenizer of the model.
-        prompt: the packed tokens that the answer follows.
-        tokens: the tokens of the answer.
-
-    Returns:
-        The text.
-    """
-    return AnswerDecoder(tokenizer, prompt).text(tokens)
-
-
 class ByteTokenizer:
     """One token per byte of UTF-8; bytes that are not UTF-8 become U+FFFD.
 

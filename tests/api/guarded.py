@@ -30,7 +30,6 @@ from tierkv.http.callers import (
     RoleName,
     Token,
     TokenRow,
-    UserRow,
     digest_of,
     new_token,
     write,
@@ -71,10 +70,6 @@ class Callers:
     async def certificate(self, subject: str, role: RoleName) -> None:
         row = CertificateRow(subject=subject, name=subject, role=role)
         await self.save(replace(self.content, certificates=(*self.content.certificates, row)))
-
-    async def user(self, uid: int, role: RoleName) -> None:
-        row = UserRow(uid=uid, name=f"user{uid}", role=role)
-        await self.save(replace(self.content, users=(*self.content.users, row)))
 
     async def save(self, content: AuthFile) -> None:
         self.content = content

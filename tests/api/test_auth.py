@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import aiohttp.test_utils
 import pytest
+from click.testing import CliRunner
 from cryptography import x509
 from msgspec.structs import replace
 
@@ -22,6 +23,7 @@ from tests.api.guarded import Authority, Callers, Guarded, callers_in, guarded
 from tests.api.nodes import Answer, Client, process, run_to_end
 from tests.latch import until
 from tierkv.api.settings import NodeSettings
+from tierkv.cli import main
 from tierkv.errors import ConfigError
 from tierkv.http.callers import (
     Access,
@@ -131,7 +133,6 @@ CREATED = {"created": "2026-01-01T00:00:00Z"}
         ({"tokens": [TOKEN | {"created": "2026-01-01T00:00:00"}]}, "timezone"),
         ({"tokens": [TOKEN | CREATED | {"secret": "x"}]}, "secret"),
         ({"certificates": [{"subject": "anyone", "name": "a", "role": "read"}]}, "subject"),
-        ({"users": [{"uid": -1, "name": "a", "role": "read"}]}, "uid"),
         ({"tokenz": []}, "tokenz"),
         ([], "object"),
     ],
@@ -147,30 +148,36 @@ def test_a_wrong_file_is_one_sentence_that_says_what(
     assert str(path) in str(caught.value)
 
 
-async def test_tokens_are_made_listed_and_revoked_on_the_command_line(tmp_path: Path) -> None:
+def command(*arguments: str | Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    found = CliRunner().invoke(main, list(map(str, arguments)))
+    return found.exit_code, found.stdout, found.stderr
+
+
+def test_tokens_are_made_listed_and_revoked_on_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "auth.json"
     file = ("--file", path)
     made = ("token", "new", *file, "--role", "write", "--name")
-    status, out, err = await run_to_end(tmp_path, *made, "gw", "--tenant", "acme")
+    status, out, err = command(*made, "gw", "--tenant", "acme")
     assert (status, err) == (0, "")
     token = out.strip()
-    assert stat.S_IMODE((await asyncio.to_thread(path.stat)).st_mode) == 0o600
-    assert token not in await asyncio.to_thread(path.read_text)
-    _, out, _ = await run_to_end(tmp_path, *made, "gw", "--expires", "30m", "--json")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert token not in path.read_text()
+    _, out, _ = command(*made, "gw", "--expires", "30m", "--json")
     second = json.loads(out)
     lifetime = datetime.fromisoformat(second["expires"]) - datetime.fromisoformat(second["created"])
     assert lifetime == timedelta(minutes=30)
-    _, out, _ = await run_to_end(tmp_path, "token", "list", *file, "--json")
+    _, out, _ = command("token", "list", *file, "--json")
     assert [row["tenant"] for row in json.loads(out)] == ["acme", ""]
     assert token not in out
-    keyring = Keyring(await asyncio.to_thread(read, path))
+    keyring = Keyring(read(path))
     assert keyring.by_token(token.encode(), now=0).tenant == "acme"
-    status, out, _ = await run_to_end(tmp_path, "token", "revoke", *file, second["id"])
+    status, out, _ = command("token", "revoke", *file, second["id"])
     assert (status, out) == (0, "revoked 1\n")
-    status, _, err = await run_to_end(tmp_path, "token", "revoke", *file, second["id"])
+    status, _, err = command("token", "revoke", *file, second["id"])
     assert (status, err.count("\n")) == (1, 1)
     for wrong in (("--expires", "soon"), ("--expires", "0d"), ("--role", "king")):
-        assert (await run_to_end(tmp_path, *made, "x", *wrong))[0] == 2
+        assert command(*made, "x", *wrong)[0] == 2
 
 
 async def test_two_commands_at_a_time_lose_no_token(tmp_path: Path) -> None:
@@ -195,8 +202,7 @@ async def test_two_commands_at_a_time_lose_no_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "status"),
     [
-        *(("Bearer  ", 200), ("bearer ", 200), ("BEARER ", 200), ("bEaReR   ", 200)),
-        *(("Bearer", 401), ("Bearer\t", 401), ("Bearer \t", 401), ("Bearer\xa0", 401)),
+        *(("bEaReR   ", 200), ("Bearer", 401), ("Bearer \t", 401), ("Bearer\xa0", 401)),
     ],
 )
 async def test_bearer_in_any_case_and_one_space_or_more_are_before_a_token(
@@ -381,23 +387,20 @@ async def test_the_nodes_own_user_is_an_admin_over_its_socket(
         assert (await over(path, read_only)).code == "forbidden"  # who brings a token is its caller
         assert (await over(path, "wrong")).code == "unauthenticated"
         assert (await stats(on)).code == "unauthenticated"  # TCP of the same node
-        await callers.user(os.geteuid(), RoleName.READ)  # a row has the last word
-        async with asyncio.timeout(20):
-            while (await over(path)).status == 200:  # noqa: ASYNC110 - over HTTP
-                await asyncio.sleep(0.01)
-        assert (await over(path)).code == "forbidden"
     assert not await asyncio.to_thread(path.exists)
 
 
-async def test_another_user_of_the_socket_needs_a_row(
+async def test_another_user_of_the_socket_needs_a_token(
     callers: Callers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "node.sock"
     here = os.geteuid()
+    token = await callers.token(RoleName.ADMIN)
     async with guarded(callers, unix_socket=path):
         monkeypatch.setattr(os, "geteuid", lambda: here + 1)  # whom the node runs as
         answer = await over(path)
         assert (answer.status, answer.code) == (401, "unauthenticated")
+        assert (await over(path, token)).status == 200
 
 
 def test_a_dead_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:

@@ -142,16 +142,6 @@ async def test_no_node_at_the_url_is_one_sentence(url: str, tmp_path: Path) -> N
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1", "http://", "http://:80", "http://a:99999"])
-def test_what_is_no_url_is_said_at_once(url: str) -> None:
-    """Not tried again and again."""
-    found = CliRunner().invoke(main, ["gateway", "--both", url])
-    assert (found.exit_code, found.stdout) == (1, "")
-    assert found.stderr == (
-        f"error: {url!r} is not the URL of a node, such as http://127.0.0.1:8100 or unix:/PATH\n"
-    )
-
-
 async def test_https_to_a_node_without_tls_says_which_url_it_may_be(tmp_path: Path) -> None:
     async with process(tmp_path) as node:
         asked = node.url.replace("http://", "https://")

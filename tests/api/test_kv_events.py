@@ -21,11 +21,9 @@ from tests.redis_server import free_port
 from tests.world import World, world
 from tierkv.api.settings import NodeSettings
 from tierkv.cache.eviction import WritePolicy
-from tierkv.clock import SystemClock
 from tierkv.config import load
 from tierkv.errors import BadRequestError, ConfigError
 from tierkv.service.kv_events import EventForm, EventsSection, KvEventPublisher
-from tierkv.storage.memory import MemorySettings, MemoryStore
 
 zmq = pytest.importorskip("zmq")
 zmq_asyncio = pytest.importorskip("zmq.asyncio")
@@ -168,31 +166,6 @@ async def test_a_router_knows_what_is_cached_where(tmp_path: Path) -> None:
         assert first < reader.blocks["CPU"]
         assert reader.gaps == 0
         assert reader.topic == f"kv@node-a@{here.service.fingerprint.model}".encode()
-
-
-@pytest.mark.parametrize("way", ["deleted", "detached", "exchanged", "flushed"])
-async def test_blocks_that_leave_storage_are_told(way: str, tmp_path: Path) -> None:
-    async with (
-        world(device_blocks=16, with_store=True, host_write=THROUGH, storage_write=THROUGH) as here,
-        publishing(tmp_path, here) as (reader, _),
-    ):
-        for base in (0, 500):
-            await here.run(tokens(18, base))
-        await reader.until("STORAGE", 8)
-        if way == "deleted":
-            await here.service.free(clears_storage=True)
-        elif way == "detached":
-            here.service.detach_storage()
-        elif way == "exchanged":
-            await here.service.attach_storage(MemoryStore(MemorySettings(), SystemClock()))
-        else:
-            await here.the_store.delete(here.names(tokens(18)) + here.names(tokens(18, 500)))
-            await here.service.forget()
-            assert (await here.service.lookup(here.prompt(tokens(18)))).storage_tokens == 0
-            await reader.until("STORAGE", 4)
-            await here.run(tokens(20, 500))  # a request finds it out, too, and stores it again
-        await reader.until("STORAGE", 0 if way != "flushed" else 5)
-        assert reader.gaps == 0
 
 
 async def test_each_block_hangs_at_the_one_before_it_with_its_tokens(tmp_path: Path) -> None:

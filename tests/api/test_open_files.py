@@ -15,7 +15,7 @@ from tests.api.nodes import Process, process
 from tests.api.test_refusals import BAD_BODIES
 from tests.latch import PATIENCE_S
 
-NUM_CALLS = 600
+NUM_CALLS = 200
 ROUTES = ["/v1/generate", "/v1/decode", "/v1/prefetches", "/v1/explain", "/v1/lookup"]
 CLIENTS = 16
 
@@ -72,7 +72,7 @@ async def hostile(on: Process, count: int) -> None:
 @pytest.mark.promise("Hostile clients leave no file open.")
 async def test_hostile_calls_leave_no_file_open(tmp_path: Path) -> None:
     async with process(tmp_path) as on:
-        await hostile(on, 200)  # what is opened once, and stays
+        await hostile(on, 100)  # what is opened once, and stays
         await on.client.get("/livez")
         before = await settled(on)
         await hostile(on, NUM_CALLS)

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from tests.api.nodes import Here, route_table
-from tierkv.api.types import EXAMPLES
-from tierkv.http.bodies import JSON, decode
 from tierkv.http.route import document
 
 
 @pytest.mark.promise("The OpenAPI document has every route with its problems.")
 def test_every_route_is_in_the_document_with_its_problems() -> None:
     rows = route_table()
-    paths = document(rows, EXAMPLES)["paths"]
+    paths = document(rows)["paths"]
     for row in rows:
         operation = paths[row.path][row.method.lower()]
         assert operation["summary"].endswith(".")
         assert operation["responses"]["default"] == {"$ref": "#/components/responses/Problem"}
         assert ("requestBody" in operation) == (row.body is not None)
         assert str(int(row.status)) in operation["responses"]
-
-
-@pytest.mark.parametrize("kind", EXAMPLES, ids=lambda kind: kind.__name__)
-def test_examples_are_what_the_types_take(kind: type) -> None:
-    decode(msgspec.json.encode(EXAMPLES[kind]), kind, content_type=JSON)
 
 
 async def test_every_answer_names_its_request(on: Here) -> None:

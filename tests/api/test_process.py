@@ -187,9 +187,7 @@ async def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
     ("host", "words"),
     [
         ("0.0.0.0", "--insecure"),
-        ("::", "--insecure"),
         ("a" * 300, "cannot be resolved"),
-        ("", "node.host is empty"),
         ("192.0.2.1 --insecure", "is not an address of this machine"),
     ],
 )
@@ -232,15 +230,10 @@ async def test_a_store_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> No
     [
         ("[node]\nprot = 1\n", "there is no setting node.prot"),
         ("[node]\nport = 70000\n", "node.port must be in 0..65535"),
-        ('[node]\nrole = "king"\n', "role"),
-        ("[node\n", "not valid TOML"),
         ('[node]\ndevice = "abacus"\n', "there is no device 'abacus'"),
-        ("[model]\nhead_dim = 3\n", "head_dim must be even"),
         ("[storage.file]\ncapacity_bytes = -1\n", "capacity_bytes must be above 0, not -1"),
-        ("[storage.memory]\ncapacity_bytes = -1\n", "capacity_bytes must be at least 0, not -1"),
         ('[node]\nname = "two\\nlines"\n', "node.name must be one line"),
         ("[handoff]\nticket_ttl_s = nan\n", "handoff.ticket_ttl_s"),
-        ("[engine]\nload_timeout_s = inf\n", "engine.load_timeout_s"),
     ],
 )
 async def test_a_wrong_setting_is_one_sentence_that_names_it(
@@ -251,13 +244,6 @@ async def test_a_wrong_setting_is_one_sentence_that_names_it(
     options = () if "\nport" in config else ("--port", "0")  # which would win
     said = await refused(tmp_path, *options, "--config", path)
     assert words in said
-
-
-async def test_a_config_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
-    assert "does not exist" in await refused(tmp_path, "--config", tmp_path / "none.toml")
-    assert "cannot be read" in await refused(tmp_path, "--config", tmp_path)
-    (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
-    assert "not valid TOML" in await refused(tmp_path, "--config", tmp_path / "bad.toml")
 
 
 async def test_options_win_over_variables_and_these_over_the_file(tmp_path: Path) -> None:

@@ -15,13 +15,9 @@ from tests.e2e.exact import text, truth
 from tests.gateway.scripted import Caller, listener
 from tests.latch import until
 from tierkv.api import pins
-from tierkv.api.types import GenerateBody, PrefetchBody, PrefetchState
-from tierkv.client import AsyncClient
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
 from tierkv.gateway.settings import GatewaySection, GatewaySettings
-from tierkv.http.problems import UnknownIdError
-from tierkv.kv_hints import KvHintAction, KvHints
 from tierkv.refmodel.model import decode
 from tierkv.sched.worth import FetchPolicy
 
@@ -239,16 +235,6 @@ async def test_an_unknown_hint_is_ignored_and_counted(unknown: str) -> None:
         await on.settle()
 
 
-async def test_hints_of_a_request_are_counted_and_change_no_answer() -> None:
-    async with here() as on:
-        given = hints(FETCH, FETCH | {"action_type": "kv.drop"})
-        first = await on.client.post("/v1/generate", BODY | given | {"request_id": "r"})
-        assert first.body["tokens"] == list(truth(PROMPT, 8).tokens)
-        again = await on.client.post("/v1/generate", BODY | {"request_id": "r"})
-        assert again.body == first.body  # the hints are no part of what is asked
-        assert await num_hints(on.client) == (1, 1)
-
-
 @pytest.mark.parametrize(
     "envelope", [{"actions": []}, {"protocol_version": "0.1", "actions": [FETCH] * 257}, "0.1"]
 )
@@ -271,29 +257,6 @@ async def test_a_hinted_fetch_that_is_cut_off_leaves_no_block_held(end: str) -> 
             await on.client.ask("DELETE", "/v1/prefetches/p")
             on.store.release()
             await on.settle()
-
-
-async def test_the_client_sends_sessions_and_hints() -> None:
-    given = KvHints(
-        protocol_version="0.1",
-        actions=[
-            KvHintAction(action_type="kv.fetch", action_version="1.0"),
-            KvHintAction(action_type="kv.drop", action_version="1.0"),
-        ],
-    )
-    async with here() as on, AsyncClient(on.client.url) as node:
-        await stored_only(on)
-        ahead = await node.prefetch(PrefetchBody(tokens=TOKENS, kv_hints=given))
-        fetched = on.node.prefetches.find(("", ahead.prefetch_id))
-        await until(lambda: fetched.state is PrefetchState.DONE, "the end of the prefetch")
-        turn = GenerateBody(tokens=[*TOKENS, 60], max_tokens=1, session_id="s", kv_hints=given)
-        assert (await node.generate(turn)).matched.host == 40
-        assert [pin.pin_id for pin in (await node.pins()).pins] == ["s"]
-        assert (await node.unpin("s")).soft
-        with pytest.raises(UnknownIdError):
-            await node.pin_state("s")
-        assert await num_hints(on.client) == (2, 2)
-        await on.settle()
 
 
 @pytest.mark.promise("Through the gateway, a session's next turn goes to the node that kept it.")

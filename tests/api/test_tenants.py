@@ -151,7 +151,6 @@ async def test_what_a_tenant_has_is_not_there_for_another(cast: Cast) -> None:
             *(("GET", "/v1/pins/p"), ("DELETE", "/v1/pins/p")),
             *(("GET", "/v1/prefetches/f"), ("DELETE", "/v1/prefetches/f")),
             *(("GET", "/v1/tickets/t"), ("DELETE", "/v1/tickets/t")),
-            ("POST", "/v1/tickets/t/ack"),
         )
         for other in (two, nobody):
             for method, path in private:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.api.guarded import Authority, callers_in, guarded
+from tests.api.guarded import Authority, guarded
 from tests.api.nodes import here, process
 from tests.client.scripted import Answering, breaks_off, problem, says, scripted, value
 from tests.redis_server import free_port
@@ -36,7 +36,6 @@ from tierkv.errors import (
     OutOfBlocksError,
     TierKVError,
 )
-from tierkv.http.callers import ForbiddenError, RoleName, UnauthenticatedError
 from tierkv.http.problems import ERRORS, NotReadyError
 from tierkv.http.settings import TlsSection
 
@@ -115,31 +114,6 @@ async def test_a_code_of_a_later_version_is_an_error_by_its_status(
         assert (caught.value.status, caught.value.code) == (status, "of_a_later_version")
 
 
-async def test_errors_of_a_real_node() -> None:
-    async with here() as on, AsyncClient(on.client.url) as client:
-        with pytest.raises(BadRequestError, match="either prompt or tokens"):
-            await client.lookup(LookupBody())
-        with pytest.raises(HandoffError) as caught:
-            await client.decode(DecodeBody(prompt="a", ticket_id="none", deadline_s=1.0))
-        assert caught.value.reason == "not_yet"
-        assert isinstance(caught.value, RemoteError)
-        on.node.drain()
-        assert (await client.livez()).status == "ok"
-
-
-async def test_tokens_and_roles(tmp_path: Path) -> None:
-    callers = await asyncio.to_thread(callers_in, tmp_path)
-    token = await callers.token(RoleName.READ)
-    async with guarded(callers) as on:
-        async with AsyncClient(on.url) as client:
-            with pytest.raises(UnauthenticatedError):
-                await client.stats()
-        async with AsyncClient(on.url, token=token) as client:
-            await client.stats()
-            with pytest.raises(ForbiddenError):
-                await client.verify()
-
-
 async def test_tls_and_unix_sockets(tmp_path: Path) -> None:
     authority = await asyncio.to_thread(Authority, tmp_path)
     certificate = await asyncio.to_thread(authority.issue, "node")
@@ -152,9 +126,8 @@ async def test_tls_and_unix_sockets(tmp_path: Path) -> None:
         async with AsyncClient(on.url, retries=Retries(attempts=1)) as client:
             with pytest.raises(UnreachableError, match="certificate"):
                 await client.livez()
-        for client in (AsyncClient(uds=path), AsyncClient(f"unix:{path}")):
-            async with client:
-                assert (await client.livez()).status == "ok"
+        async with AsyncClient(f"unix:{path}") as client:
+            assert (await client.livez()).status == "ok"
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8100", "ftp://a", "file:///etc/passwd"])

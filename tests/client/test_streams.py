@@ -140,7 +140,7 @@ async def test_a_stream_that_falls_silent_ends_at_its_deadline() -> None:
 
     async with (
         scripted(silent) as on,
-        AsyncClient(on.url, timeout_s=2.0) as client,
+        AsyncClient(on.url, timeout_s=0.5) as client,
         client.stream_generate(BODY) as stream,
     ):
         await anext(stream)

@@ -16,7 +16,7 @@ from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store
 
-LENGTHS = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 250]
+LENGTHS = [1, BLOCK_SIZE, 250]
 NEW = 20
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -136,22 +135,3 @@ async def test_a_decode_node_killed_in_the_middle_of_a_claim_loses_nothing(
             answer = await nodes.post(d, "/v1/decode", body | {"max_tokens": 8})
             assert tuple(answer["tokens"]) == expected
             assert answer["computed_tokens"] == 0
-
-
-async def test_sigterm_in_the_middle_of_requests_ends_with_status_0(tmp_path: Path) -> None:
-    own = f"file://{tmp_path / 'store'}"
-    async with cluster(own, tmp_path) as nodes, nodes.node("both", "both") as n:
-        work = [
-            asyncio.ensure_future(
-                nodes.post(
-                    n, "/v1/generate", {"prompt": decode_text(text(900, i)), "max_tokens": 40}
-                )
-            )
-            for i in range(4)
-        ]
-        await asyncio.wait(work, timeout=0.3)
-        n.process.send_signal(signal.SIGTERM)
-        assert await n.process.wait() == 0
-        for number, done in enumerate(await asyncio.gather(*work, return_exceptions=True)):
-            if isinstance(done, dict):  # what was let finish is right
-                assert tuple(done["tokens"]) == truth(text(900, number), 40).tokens

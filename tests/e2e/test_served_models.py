@@ -22,7 +22,7 @@ from tierkv.engine_runs import logprobs_of
 from tierkv.model_tokenizer import read_tokenizer
 from tierkv.refmodel.checkpoint import open_checkpoint
 from tierkv.refmodel.model import ReferenceModel, sample
-from tierkv.tokenizers import answer_text
+from tierkv.tokenizers import AnswerDecoder
 
 NUM_TOKENS = 24
 CHAT = [{"role": "user", "content": "hello 12 worlds, " * 6 + "€?"}]
@@ -90,7 +90,7 @@ async def test_a_pair_each_tier_and_a_gateway_give_the_tokens_of_the_model_alone
                 answer = await chat(front)
         assert answer["model"] == "small"
         choice = answer["choices"][0]
-        assert choice["message"]["content"] == answer_text(tokenizer, packed, expected)
+        assert choice["message"]["content"] == AnswerDecoder(tokenizer, packed).text(expected)
         found = choice["logprobs"]["content"]
         assert [one["logprob"] for one in found] == [one.chosen for one in scores]
         assert [[top["logprob"] for top in one["top_logprobs"]] for one in found] == [

@@ -97,7 +97,9 @@ def seeds() -> dict[str, list[bytes]]:
             b"unix:///path?db=2",
         ],
         "problem": [b'{"title":"a","status":404,"detail":"b","code":"c","request_id":"d"}'],
-        "auth_file": [b'{"version":1,"users":[{"uid":1,"name":"a","role":"read"}],"tokens":[]}'],
+        "auth_file": [
+            b'{"version":1,"certificates":[{"subject":"CN:a","name":"a","role":"read"}],"tokens":[]}'
+        ],
     }
 
 

@@ -6,18 +6,13 @@ import asyncio
 import json
 from typing import Any
 
-import aiohttp
-import pytest
-
 from tests.api.nodes import Here, here
 from tests.e2e.exact import text, truth
 from tests.latch import finish, until
 from tierkv.api.settings import Role
 from tierkv.client.streams import EventReader
-from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
 from tierkv.refmodel.model import decode as decode_text
-from tierkv.storage.memory import MemorySettings, MemoryStore
 
 PROMPT = text(100)
 BODY = {"prompt": decode_text(PROMPT), "stream": True}
@@ -38,28 +33,6 @@ async def events(on: Here, path: str, body: dict[str, Any]) -> list[tuple[str, d
 
 def tokens_of(found: list[tuple[str, dict[str, Any]]]) -> list[int]:
     return [token for name, data in found if name == "tokens" for token in data["tokens"]]
-
-
-async def test_generate_streams_every_token_and_ends_with_its_summary() -> None:
-    async with here() as on:
-        found = await events(on, "/v1/generate", BODY | {"max_tokens": 12})
-        plain = await on.client.post("/v1/generate", BODY | {"max_tokens": 12, "stream": False})
-        assert tokens_of(found) == plain.body["tokens"] == list(truth(PROMPT, 12).tokens)
-        assert "".join(d["text"] for n, d in found if n == "tokens") == plain.body["text"]
-        assert [name for name, _ in found][-1] == "done"
-        assert [name for name, _ in found].count("done") == 1
-        assert found[-1][1]["tokens"] == plain.body["tokens"]
-
-
-async def test_prefill_and_decode_stream_like_one_node() -> None:
-    store = MemoryStore(MemorySettings(), SystemClock())
-    async with here(Role.PREFILL, store=store) as p:
-        first = await events(p, "/v1/prefill", BODY | {"ticket_id": "t"})
-    async with here(Role.DECODE, store=store) as d:
-        found = await events(d, "/v1/decode", BODY | {"ticket_id": "t", "max_tokens": 9})
-        assert tokens_of(first) == tokens_of(found)[:1]
-        assert tokens_of(found) == list(truth(PROMPT, 9).tokens)
-        assert found[-1][1]["ticket_id"] == first[-1][1]["ticket_id"] == "t"
 
 
 async def test_the_first_token_of_a_prefill_comes_before_its_blocks_are_stored() -> None:
@@ -94,18 +67,3 @@ async def test_what_is_cut_off_in_the_middle_ends_with_an_error_event() -> None:
         assert (problem["status"], problem["code"]) == (503, "shutting_down")
         assert problem["request_id"]
         assert tokens_of(found) == list(truth(PROMPT, len(tokens_of(found))).tokens)
-
-
-@pytest.mark.parametrize("after_events", [0, 5])
-async def test_a_client_that_goes_away_stops_the_work(after_events: int) -> None:
-    async with here() as on:
-        async with aiohttp.ClientSession() as session:
-            response = await session.post(
-                on.client.url + "/v1/generate", json=BODY | {"max_tokens": 900}
-            )
-            assert response.status == 200
-            for _ in range(3 * after_events):
-                await response.content.readline()
-            response.close()
-        await until(lambda: on.node.num_working == 0, "no work")
-        assert on.node.engine.stats.generated_tokens < 900

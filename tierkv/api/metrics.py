@@ -515,13 +515,16 @@ _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 1
 class Metrics:
     """The metrics of a node. Every combination of labels is present from the start, at 0.
 
+    Attributes:
+        exposition: All metrics of the process.
+
     Args:
         node: The node.
     """
 
     def __init__(self, node: Node) -> None:
-        self._exposition = Exposition(NodeCollector(node))
-        registry = self._exposition.registry
+        self.exposition = Exposition(NodeCollector(node))
+        registry = self.exposition.registry
         self._http = Counter(
             "tierkv_http_requests",
             "Requests answered, by route and class of status",
@@ -614,7 +617,3 @@ class Metrics:
         except HandoffError as error:
             self._handoff.labels(side, error.reason).inc()
             raise
-
-    async def render(self, accept: str) -> tuple[bytes, str]:
-        """See `Exposition.render`."""
-        return await self._exposition.render(accept)

@@ -340,7 +340,6 @@ def _storage_options(settings: NodeSettings, spec: EngineSpec | None) -> Storage
 
 
 _LONG = 16_384  # tokens, bytes or characters, which take 0.1 ms to pack
-T = TypeVar("T")
 P = TypeVar("P", bound=PromptBody)
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"
@@ -384,9 +383,6 @@ class Routes:
         self._metrics = metrics
         self._max_tokens = node.settings.node.max_prompt_tokens
 
-    async def _read(self, request: web.BaseRequest, kind: type[T]) -> T:
-        return await self._node.bodies.read(request, kind)
-
     async def _read_prompt(self, request: web.BaseRequest, kind: type[P]) -> P:
         """Decode the body of the request; a long list of tokens is packed off the event loop."""
         return await self._node.bodies.read(request, kind, self._pack)
@@ -397,9 +393,6 @@ class Routes:
             return body
         tokens = body.packed(self._node.tokenizer, self._max_tokens)
         return msgspec.structs.replace(body, prompt=None, tokens=tokens)
-
-    async def _read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
-        return await self._node.bodies.read_optional(request, kind)
 
     def _request_id(self, request: web.BaseRequest, given: str | None) -> str:
         """Return the request's id: from the body, Idempotency-Key or X-Request-Id, or a new one."""

@@ -180,17 +180,6 @@ class TicketRoutes(Routes):
             await self._node.service.forget_ticket(self._ticket_in_path(request))
         return answer
 
-    @Route("POST", f"{_TICKET}/ack", Access.WRITE, answer=TicketAnswer)
-    async def acknowledge(self, request: web.BaseRequest) -> TicketAnswer:
-        """Record that a ticket was claimed, so that its producer releases its blocks."""
-        async with self._node.call():
-            tickets = self._handoff().tickets
-            ticket = await tickets.read(self._ticket_in_path(request))
-            if ticket is None:
-                raise self._unknown(request)
-            await tickets.acknowledge(ticket)
-            return await self._state(request)
-
     def _handoff(self) -> Handoff:
         handoff = self._node.service.handoff
         if handoff is None:

@@ -59,7 +59,7 @@ class NodeRoutes(Routes):
     async def resize(self, request: web.BaseRequest) -> TiersAnswer:
         """Change the capacity of the device or host tier while running."""
         async with self._node.work():
-            body = await self._read(request, ResizeBody)
+            body = await self._node.bodies.read(request, ResizeBody)
             tier = _TIERS[body.tier]
 
             def late() -> OutOfBlocksError:
@@ -126,7 +126,7 @@ class NodeRoutes(Routes):
     async def attach(self, request: web.BaseRequest) -> TiersAnswer:
         """Attach a store in place of the current one."""
         async with self._node.work():
-            body = await self._read(request, StorageBody)
+            body = await self._node.bodies.read(request, StorageBody)
             try:
                 await self._node.service.attach_storage(body.url)
             except ConfigError as error:
@@ -289,7 +289,7 @@ class QuotaRoutes(Routes):
         """Limit the blocks that a tenant may have cached and in use."""
         async with self._node.work():
             tenant = self._tenant(request)
-            body = await self._read(request, QuotaBody)
+            body = await self._node.bodies.read(request, QuotaBody)
             space = self._node.space(tenant)
             self._node.service.set_quota(space, (body.device_blocks, body.host_blocks))
         return self._answer(request, space)

@@ -19,7 +19,6 @@ from tierkv.api.metrics import Metrics, NodeCollector
 from tierkv.api.node import Node, Routes, explained, principal_of
 from tierkv.api.settings import masked_url
 from tierkv.api.types import (
-    EXAMPLES,
     LifeAnswer,
     LiveAnswer,
     PartHealth,
@@ -89,7 +88,7 @@ class LifeRoutes(Routes):
     async def sleep(self, request: web.BaseRequest) -> LifeAnswer:
         """Free the device's memory until POST /v1/wake; requests wait."""
         async with self._node.work():
-            body = await self._read_optional(request, SleepBody)
+            body = await self._node.bodies.read_optional(request, SleepBody)
 
             def late() -> WrongStateError:
                 running = len(self._node.service.scheduler.running_requests)
@@ -111,7 +110,7 @@ class LifeRoutes(Routes):
     async def wake(self, request: web.BaseRequest) -> LifeAnswer:
         """Allocate the device's memory again, and admit requests."""
         async with self._node.work():
-            body = await self._read_optional(request, WakeBody)
+            body = await self._node.bodies.read_optional(request, WakeBody)
             try:
                 await self._node.service.wake(body.device_blocks)
             except OwnershipError as error:
@@ -210,7 +209,6 @@ class StatusRoutes(Routes):
         )
 
     @Route("GET", "/readyz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
-    @Route("GET", "/healthz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
     async def ready(self, request: web.BaseRequest) -> ReadyAnswer:
         """Answer 200 (ok or degraded) while the node accepts requests, else 503."""
         health = await health_of(self._node)
@@ -245,7 +243,8 @@ class StatusRoutes(Routes):
     async def metrics(self, request: web.BaseRequest) -> web.Response:
         """Return the metrics in Prometheus's text format."""
         self._node.check_started()
-        body, content_type = await self._metrics.render(request.headers.get("Accept", ""))
+        accept = request.headers.get("Accept", "")
+        body, content_type = await self._metrics.exposition.render(accept)
         return web.Response(body=body, headers=bodies.headers_of(request, content_type))
 
     @Route("GET", "/v1/stats", Access.READ, answer=Stats)
@@ -274,7 +273,7 @@ class OpenApiRoutes:
     @cached_property
     def _document(self) -> bytes:
         """The document, encoded at the first request: that takes 50 ms, and few clients ask."""
-        return msgspec.json.encode(document(self._table, EXAMPLES))
+        return msgspec.json.encode(document(self._table))
 
     @Route("GET", "/openapi.json", Access.READ, content_type=JSON)
     async def tell(self, request: web.BaseRequest) -> web.Response:

@@ -264,7 +264,7 @@ class WorkRoutes(Routes):
         """Return the tokens of a text or a chat, by the tokenizer of this node's model."""
         async with self._node.work():
             tokenizer = self._node.spec.tokenizer
-            body = await self._read(request, TokenizeBody)
+            body = await self._node.bodies.read(request, TokenizeBody)
             tokens = await self._node.bodies.aside(
                 body.num_characters, lambda: body.encoded(tokenizer)
             )

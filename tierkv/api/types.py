@@ -1,4 +1,4 @@
-"""The bodies and answers of a node's HTTP interface, with examples for the OpenAPI document."""
+"""The bodies and answers of a node's HTTP interface."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tierkv.engine import (
 )
 from tierkv.errors import RequestTooLargeError
 from tierkv.http.bodies import FieldError
-from tierkv.http.problems import Problem
 from tierkv.kv_hints import KvHints
 from tierkv.observe import Lookup
 from tierkv.pd.claims import ClaimPolicy
@@ -895,32 +894,3 @@ class ConfigAnswer(msgspec.Struct, frozen=True):
 
     settings: dict[str, dict[str, Any]]
     roots: dict[str, str]
-
-
-_TOKENS = "AQAAAAIAAAADAAAA"  # 1, 2, 3 as little-endian 32-bit integers
-
-EXAMPLES: dict[type, dict[str, Any]] = {
-    Problem: {
-        "title": "A tier has no free blocks",
-        "status": 503,
-        "detail": "device: 64 blocks needed, 12 available",
-        "code": "out_of_blocks",
-        "request_id": "chat-17",
-    },
-    GenerateBody: {"prompt": "Once upon", "max_tokens": 8},
-    PrefillBody: {"prompt": "Once upon", "ticket_id": "chat-17"},
-    DecodeBody: {"prompt": "Once upon", "ticket_id": "chat-17", "max_tokens": 8},
-    LookupBody: {"tokens": [1, 2, 3]},
-    TokenizeBody: {"prompt": "Once upon"},
-    AbortAnswer: {"request_id": "chat-17", "state": "aborted"},
-    PrefetchBody: {"request_id": "warm-3", "tokens": _TOKENS},
-    PrefetchAnswer: {
-        "prefetch_id": "warm-3",
-        "state": "done",
-        "prompt_tokens": 4096,
-        "first_token": 1024,
-        "fetched_tokens": 3072,
-        "problem": None,
-    },
-    PinBody: {"tokens": _TOKENS, "ttl_s": 600.0},
-}

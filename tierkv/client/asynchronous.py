@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ssl
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlencode
@@ -65,25 +64,23 @@ class AsyncClient:
         url: http://host:port, https://..., or unix:/path of the node's socket.
         token: A bearer token; None without authentication.
         tls: TLS context for https, see `client_tls`; None trusts the system's authorities.
-        uds: Path of the node's Unix socket; `url` is then only a name.
         timeout_s: Seconds for a whole call, its retries included. In a stream, seconds until the
             first event and between two events.
         retries: The rule by which failed calls are retried; None for the default.
         max_connections: Largest number of connections; further calls wait for one.
     """
 
-    def __init__(  # noqa: PLR0913 - of one node, all with a default
+    def __init__(
         self,
         url: str = "http://127.0.0.1:8100",
         *,
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
-        uds: str | Path | None = None,
         timeout_s: float = 60.0,
         retries: Retries | None = None,
         max_connections: int = 100,
     ) -> None:
-        http = Http(url, token=token, tls=tls, uds=uds, max_connections=max_connections)
+        http = Http(url, token=token, tls=tls, max_connections=max_connections)
         self._node = Calls(http, timeout_s, retries or Retries())
         self._stack = AsyncExitStack()
 
@@ -112,10 +109,6 @@ class AsyncClient:
             NotReadyError: The node accepts no requests now.
         """
         return await self._node.ask("GET", "/readyz", ReadyAnswer, query="?verbose")
-
-    async def healthz(self) -> ReadyAnswer:
-        """Return the same as `readyz`, from the path that some load balancers use."""
-        return await self._node.ask("GET", "/healthz", ReadyAnswer, query="?verbose")
 
     async def version(self) -> VersionAnswer:
         return await self._node.ask("GET", "/version", VersionAnswer)
@@ -264,10 +257,6 @@ class AsyncClient:
         The blocks that it names stay until they expire.
         """
         return await self._node.ask("DELETE", "/v1/tickets/{id}", TicketAnswer, name)
-
-    async def acknowledge(self, name: str) -> TicketAnswer:
-        """Record that a ticket was claimed, so that its producer releases the prompt's blocks."""
-        return await self._node.ask("POST", "/v1/tickets/{id}/ack", TicketAnswer, name)
 
     # For those who run a node: tiers, quotas, blocks, life cycle
 

@@ -115,7 +115,6 @@ class Http:
         url: URL of the node; see `node_url`.
         token: A bearer token; None without authentication.
         tls: TLS context for https; None trusts the system's authorities.
-        uds: Path of the node's Unix socket, in place of the address in `url`; None without one.
         max_connections: Largest number of connections; further calls wait for one. 0 is no limit.
         connect_s: Seconds in which a connection must be made.
 
@@ -129,23 +128,19 @@ class Http:
         *,
         token: str | None,
         tls: ssl.SSLContext | None,
-        uds: str | Path | None,
         max_connections: int,
         connect_s: float = _CONNECT_S,
     ) -> None:
-        url = node_url(url)
-        if url.startswith(_UNIX):
-            uds, url = url.removeprefix(_UNIX), "http://localhost"
+        self.where = node_url(url)
         if token is not None and not (token.isascii() and token.isprintable() and token):
             raise ConfigError(
                 "the token contains characters other than visible ASCII: check that it "
                 "was copied whole"
             )
-        self.where = f"{_UNIX}{uds}" if uds is not None else url
-        self._base = url
+        self._uds = url.removeprefix(_UNIX) if url.startswith(_UNIX) else None
+        self._base = self.where if self._uds is None else "http://localhost"
         self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
         self._tls = tls
-        self._uds = uds
         self._max_connections = max_connections
         self._connect_s = connect_s
         self._session: aiohttp.ClientSession | None = None
@@ -167,7 +162,7 @@ class Http:
     def _connector(self) -> aiohttp.BaseConnector:
         if self._uds is not None:
             return aiohttp.UnixConnector(
-                str(self._uds), limit=self._max_connections, keepalive_timeout=_KEEP_S
+                self._uds, limit=self._max_connections, keepalive_timeout=_KEEP_S
             )
         return aiohttp.TCPConnector(
             limit=self._max_connections,

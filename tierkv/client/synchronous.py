@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -152,13 +151,12 @@ class Client:
     arguments are those of `AsyncClient`.
     """
 
-    def __init__(  # noqa: PLR0913 - those of AsyncClient
+    def __init__(
         self,
         url: str = "http://127.0.0.1:8100",
         *,
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
-        uds: str | Path | None = None,
         timeout_s: float = 60.0,
         retries: Retries | None = None,
         max_connections: int = 100,
@@ -167,7 +165,6 @@ class Client:
             url,
             token=token,
             tls=tls,
-            uds=uds,
             timeout_s=timeout_s,
             retries=retries,
             max_connections=max_connections,
@@ -224,7 +221,6 @@ class Client:
 
     livez = _waiting(AsyncClient.livez)
     readyz = _waiting(AsyncClient.readyz)
-    healthz = _waiting(AsyncClient.healthz)
     version = _waiting(AsyncClient.version)
     metrics = _waiting(AsyncClient.metrics)
     stats = _waiting(AsyncClient.stats)
@@ -252,7 +248,6 @@ class Client:
     unpin = _waiting(AsyncClient.unpin)
     ticket = _waiting(AsyncClient.ticket)
     forget_ticket = _waiting(AsyncClient.forget_ticket)
-    acknowledge = _waiting(AsyncClient.acknowledge)
 
     drain = _waiting(AsyncClient.drain)
     pause = _waiting(AsyncClient.pause)

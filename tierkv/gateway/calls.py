@@ -116,7 +116,6 @@ class NodeCalls:
                 node.url,
                 token=None,  # each call brings its own
                 tls=tls,
-                uds=None,
                 max_connections=_UNBOUNDED,
                 connect_s=self._deadlines.connect_s,
             )

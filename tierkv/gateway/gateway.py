@@ -104,15 +104,17 @@ _FIGURES = frozenset(
 class GatewayMetrics:
     """The metrics of a gateway. Every combination of labels is present from the start, at 0.
 
+    Attributes:
+        exposition: All metrics of the process.
+
     Args:
         nodes: The nodes.
         admission: The running and waiting prompts.
-        bodies: The bytes of bodies being worked on.
     """
 
-    def __init__(self, nodes: Nodes, admission: Admission, bodies: BodyReader) -> None:
-        self._exposition = Exposition(_State(nodes, admission, bodies))
-        registry = self._exposition.registry
+    def __init__(self, nodes: Nodes, admission: Admission) -> None:
+        self.exposition = Exposition(_State(nodes, admission))
+        registry = self.exposition.registry
         self.requests = Counter(
             "tierkv_gateway_requests",
             "Completions, by outcome",
@@ -156,20 +158,15 @@ class GatewayMetrics:
 
     def figures(self) -> dict[str, float]:
         """Return the values that the live page shows, by name and labels."""
-        return figures_of(self._exposition.registry.collect(), _FIGURES)
-
-    async def render(self, accept: str) -> tuple[bytes, str]:
-        """See `Exposition.render`."""
-        return await self._exposition.render(accept)
+        return figures_of(self.exposition.registry.collect(), _FIGURES)
 
 
 class _State(Collector):
     """A collector that reads the gateway's own counts at each scrape."""
 
-    def __init__(self, nodes: Nodes, admission: Admission, bodies: BodyReader) -> None:
+    def __init__(self, nodes: Nodes, admission: Admission) -> None:
         self._nodes = nodes
         self._admission = admission
-        self._bodies = bodies
 
     def describe(self) -> list[Metric]:
         return []
@@ -200,12 +197,6 @@ class _State(Collector):
             {("running",): admission.num_running, ("waiting",): admission.num_waiting},
         )
         yield gauge(
-            "tierkv_gateway_prompt_bytes",
-            "Bytes of the bodies and prompts being worked on",
-            (),
-            {(): self._bodies.num_bytes},
-        )
-        yield gauge(
             "tierkv_gateway_node_requests",
             "Requests that run at a node",
             ("node",),
@@ -216,12 +207,6 @@ class _State(Collector):
             "Tokens that a node has not computed or generated yet",
             ("node",),
             {(node.url,): node.outstanding_tokens for node in nodes},
-        )
-        yield gauge(
-            "tierkv_gateway_node_failures_in_a_row",
-            "Failures of a node since its last success",
-            ("node",),
-            {(node.url,): node.num_failures for node in nodes},
         )
 
 
@@ -246,7 +231,7 @@ class Backend:
         self.memory = PrefixMemory()
         self.admission = Admission(settings.limits)
         self.bodies = BodyReader(settings.gateway)
-        self.metrics = GatewayMetrics(self.nodes, self.admission, self.bodies)
+        self.metrics = GatewayMetrics(self.nodes, self.admission)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -318,7 +318,7 @@ class ProbeRoutes:
     @Route("GET", "/metrics", Access.READ)
     async def metrics(self, request: web.BaseRequest) -> web.Response:
         accept = request.headers.get("Accept", "")
-        body, content_type = await self._gateway.backend.metrics.render(accept)
+        body, content_type = await self._gateway.backend.metrics.exposition.render(accept)
         return web.Response(body=body, headers=bodies.headers_of(request, content_type))
 
 

@@ -1,9 +1,8 @@
 """Callers and their authentication: access levels, the auth file, and names with the tenant.
 
-The auth file lists digests of tokens, names of certificates and users of the machine. The file is
-JSON, holds no secret, and is always replaced as a whole, so that a reader sees the old or the new
-content. Ids that callers give are turned into names with the tenant, as two tenants may use the
-same id.
+The auth file lists digests of tokens and names of certificates. The file is JSON, holds no secret,
+and is always replaced as a whole, so that a reader sees the old or the new content. Ids that
+callers give are turned into names with the tenant, as two tenants may use the same id.
 """
 
 from __future__ import annotations
@@ -151,16 +150,6 @@ class CertificateRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True)
     subject: Annotated[str, msgspec.Meta(pattern="^(DNS|URI|email|CN):.+$")]
 
 
-class UserRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A caller over the Unix socket.
-
-    Attributes:
-        uid: User id of the calling process.
-    """
-
-    uid: Annotated[int, msgspec.Meta(ge=0)]
-
-
 class AuthFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of an auth file.
 
@@ -168,7 +157,6 @@ class AuthFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         version: Version of the format.
         tokens: Callers with a token.
         certificates: Callers with a client certificate.
-        users: Callers over the Unix socket.
 
     Raises:
         ConfigError: Two rows have the same credential.
@@ -177,12 +165,10 @@ class AuthFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     version: Literal[1] = 1
     tokens: tuple[TokenRow, ...] = ()
     certificates: tuple[CertificateRow, ...] = ()
-    users: tuple[UserRow, ...] = ()
 
     def __post_init__(self) -> None:
         _distinct("token id", [row.id for row in self.tokens])
         _distinct("certificate subject", [row.subject for row in self.certificates])
-        _distinct("uid", [str(row.uid) for row in self.users])
 
 
 def _distinct(what: str, keys: list[str]) -> None:
@@ -319,7 +305,6 @@ class Keyring:
     def __init__(self, content: AuthFile) -> None:
         self._tokens = {row.id.encode(): _key(row) for row in content.tokens}
         self._certificates = {row.subject: row.principal() for row in content.certificates}
-        self._users = {row.uid: row.principal() for row in content.users}
 
     def by_token(self, token: bytes, *, now: float) -> Principal:
         """Return the caller that owns `token`.
@@ -348,9 +333,6 @@ class Keyring:
         The result is None if the auth file has none of the names.
         """
         return next((found for name in names if (found := self._certificates.get(name))), None)
-
-    def by_uid(self, uid: int) -> Principal | None:
-        return self._users.get(uid)
 
 
 def _key(row: TokenRow) -> _Key:
@@ -535,7 +517,7 @@ def _by_connection(request: web.BaseRequest, keyring: Keyring) -> Principal:
         )
     peer: socket.socket | None = transport.get_extra_info("socket")
     if peer is not None and peer.family == socket.AF_UNIX:
-        return _by_user(peer, keyring)
+        return _by_user(peer)
     raise UnauthenticatedError(
         "this node needs a token: send the header Authorization: Bearer tkv_..."
     )
@@ -551,17 +533,15 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
                 yield f"CN:{value}"
 
 
-def _by_user(peer: socket.socket, keyring: Keyring) -> Principal:
-    """Return the caller at the other end of a Unix socket.
-
-    The node's own user is an admin, unless the auth file has a row for it.
+def _by_user(peer: socket.socket) -> Principal:
+    """Return the caller at the other end of a Unix socket: the node's own user is an admin.
 
     Raises:
-        UnauthenticatedError: The user is unknown.
+        UnauthenticatedError: It is another user.
     """
     _, uid, _ = credentials(peer)
-    if found := keyring.by_uid(uid):
-        return found
     if uid == os.geteuid():
         return Principal(f"uid:{uid}", "", Access.ADMIN)
-    raise UnauthenticatedError(f"the user with uid {uid} is not in the auth file", was_given=True)
+    raise UnauthenticatedError(
+        f"the user with uid {uid} is not the node's: send the header Authorization: Bearer tkv_..."
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from http import HTTPStatus
 from types import FunctionType
@@ -28,7 +28,7 @@ Count = Callable[[str, int], None]
 
 NO_ROUTE = "none"  # the path in metrics of answers to unknown paths
 _IN_PATH = web.RequestKey("in_path", dict[str, str])
-_MARK = "tierkv_routes"
+_MARK = "tierkv_route"
 _NAME = re.compile(r"\{(\w+)(?::([^}]+))?\}")
 _SPOKEN = (HttpVersion11, HttpVersion10)
 
@@ -75,8 +75,7 @@ class Route:
     handler: Handler = _unbound
 
     def __call__(self, method: M) -> M:
-        # Python applies the last of several decorators first.
-        vars(method).setdefault(_MARK, []).insert(0, self)
+        vars(method)[_MARK] = self
         return method
 
 
@@ -91,8 +90,7 @@ def routes_of(owner: object) -> list[Route]:
             handler=getattr(owner, name),
         )
         for name, method in vars(kind).items()
-        if isinstance(method, FunctionType)
-        for row in vars(method).get(_MARK, ())
+        if isinstance(method, FunctionType) and (row := vars(method).get(_MARK)) is not None
     ]
 
 
@@ -265,28 +263,17 @@ _OF_BODIES = (
 )
 
 
-def document(table: Sequence[Route], examples: Mapping[type, Json]) -> Json:
-    """Return the OpenAPI document of a route table.
-
-    Args:
-        table: The routes.
-        examples: An example for each type that has one.
-    """
+def document(table: Sequence[Route]) -> Json:
+    """Return the OpenAPI document of a route table."""
     types = {kind for row in table for kind in (row.body, row.answer) if kind is not None}
     ordered = sorted(types, key=lambda kind: kind.__name__)
     refs, schemas = msgspec.json.schema_components([*ordered, Problem], ref_template=_REFS)
     media_of: dict[type, Json] = {
-        kind: {"schema": ref, **({"example": examples[kind]} if kind in examples else {})}
-        for kind, ref in zip([*ordered, Problem], refs, strict=True)
+        kind: {"schema": ref} for kind, ref in zip([*ordered, Problem], refs, strict=True)
     }
     paths: dict[str, Json] = {}
-    seen: set[str] = set()
     for row in table:
-        operation = _operation(row, media_of)
-        if operation["operationId"] in seen:  # two paths, one handler
-            operation["operationId"] += "_" + row.path.strip("/")
-        seen.add(operation["operationId"])
-        paths.setdefault(row.path, {})[row.method.lower()] = operation
+        paths.setdefault(row.path, {})[row.method.lower()] = _operation(row, media_of)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -342,7 +329,7 @@ def _parameters(row: Route) -> list[Json]:
 
 
 def _body(row: Route, media: Json) -> Json:
-    content: Json = {JSON: media, MSGPACK: {"schema": media["schema"]}}
+    content: Json = {JSON: media, MSGPACK: media}
     return {"required": not row.is_body_optional, "content": content}
 
 
@@ -350,7 +337,7 @@ def _responses(row: Route, media_of: dict[type, Json]) -> Json:
     content: Json = {}
     if row.answer is not None:
         media = media_of[row.answer]
-        content = {JSON: media, MSGPACK: {"schema": media["schema"]}}
+        content = {JSON: media, MSGPACK: media}
     if row.content_type is not None:
         content[row.content_type] = {"schema": {"type": "string"}}
     if row.is_stream:
