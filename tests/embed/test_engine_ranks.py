@@ -22,7 +22,7 @@ from tests.embed.engine_rank import StepMessage
 from tests.embed.planes import plan_of
 from tests.embed.test_engine_cache import ask
 from tests.embed.test_engine_cache import engine as another_engine
-from tests.embed.tp_engine import BLOCKS, ROOT, Rank, TpEngine, a_cache, engine
+from tests.embed.tp_engine import BLOCKS, ROOT, TpEngine, a_cache, engine
 from tests.latch import PATIENCE_S
 from tests.world import BLOCK, GQA, fingerprint
 from tierkv.cache.eviction import WritePolicy
@@ -294,22 +294,6 @@ def test_a_rank_outlives_a_scheduler_that_is_killed(
     assert path.exists(), "it was killed"
     with a_cache(RankSocket(str(path), [GQA])):  # the next one takes its place
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
-
-
-def test_a_rank_that_ends_without_closing_after_its_engine_is_no_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "s"
-    with a_cache(RankSocket(str(path), [GQA])) as cache:
-        rank = Rank(path, 0)
-        on = TpEngine(cache, [rank])
-        on.compute(TOKENS, HERE)
-        on.save("a", TOKENS, HERE)
-    log = rank.end()
-    assert rank.process.returncode == 0
-    assert "ERROR" not in log
-    assert "Traceback" not in log
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
 

@@ -374,16 +374,6 @@ def test_saves_that_were_joined_bring_each_group_its_own_bytes(model: str) -> No
             on.cache.release(f"s{number}")
 
 
-@pytest.mark.parametrize("model", ["all", "private", "no full attention"])
-def test_a_fresh_cache_loads_it_from_redis_and_no_group_takes_another_s_bytes(model: str) -> None:
-    tokens = tokens_of(23)
-    with redis_server() as redis:
-        with hybrid(MODELS[model], redis.url) as first:
-            first.save(tokens)
-        with hybrid(MODELS[model], redis.url) as second:
-            second.check("whole", tokens, 23)
-
-
 def test_bytes_that_are_not_the_prompt_s_are_noticed() -> None:
     """What the other tests rely on."""
     tokens = tokens_of(23)
@@ -651,23 +641,6 @@ def test_a_longer_stored_tail_of_private_blocks_serves_a_shorter_prompt(
             third.check("b", [*tokens[:-2], 7, 8, 9], length - 2)
 
 
-@pytest.mark.parametrize("model", ["all", "private", "no full attention"])
-def test_many_lookups_of_one_prompt_share_what_comes_from_storage(model: str) -> None:
-    tokens = tokens_of(23)
-    with redis_server() as redis:
-        with hybrid(MODELS[model], redis.url) as first:
-            first.save(tokens)
-        with hybrid(MODELS[model], redis.url) as second:
-            prompt = second.prompt(tokens)
-            keys = [f"key {number}" for number in range(12)]
-            for key in keys:
-                assert second.cache.lookup(key, prompt) is None
-            for key in keys[:4]:  # some go before they have an answer
-                second.cache.release(key)
-            for key in keys[4:]:
-                second.check(key, tokens, 23)
-
-
 def test_groups_of_another_model_share_nothing() -> None:
     """Not even full attention: it may have been computed beside other layers."""
     tokens = tokens_of(16)
@@ -737,23 +710,6 @@ def test_fences_tell_the_groups_apart() -> None:
         on.latch.release()
         on.until(lambda: on.seen.saved == ["a"])
         assert on.cache.fence([1, 8]) == ()
-
-
-def test_what_is_promised_stays_while_each_group_makes_room() -> None:
-    """More is saved than any group has room for; the bytes of what is promised are those saved."""
-    kept = tokens_of(24, 99)
-    groups = MODELS["all"]
-    with hybrid(groups, host_bytes=1 << 13, options=EngineCacheSettings(save_blocks=8)) as on:
-        on.save(kept)
-        found = on.lookup("kept", kept)
-        assert found.num_tokens
-        for seed in range(1, 16):
-            on.save(tokens_of(24, seed))
-        ids, failed = on.load("kept", found)
-        assert failed == ()
-        for group, (part, blocks) in enumerate(zip(found.blocks, ids, strict=True)):
-            for position, block in zip(part, blocks, strict=True):
-                assert on.holds(kept[: found.num_tokens], group, position, block)
 
 
 def test_a_reset_forgets_every_group_and_events_name_it_and_what_the_engine_calls_its_blocks() -> (

@@ -8,7 +8,6 @@ from tests.embed.test_engine_cache import Engine, blocks_for, engine, tokens_of
 from tests.latch import PATIENCE_S
 from tests.redis_server import redis_server
 from tests.world import BLOCK
-from tierkv.embed import EngineCacheSettings
 from tierkv.embed.engine_cache import Found
 from tierkv.gpu.protocol import Direction
 
@@ -74,29 +73,6 @@ def test_blocks_need_no_save_while_another_save_of_them_is_under_way() -> None:
         assert on.cache.num_saved(names) == 2, "one of the two has come"
         on.cache.reset().wait(PATIENCE_S)
         on.until(lambda: on.cache.num_saved(names) == 0)
-
-
-def test_evicted_blocks_count_no_more() -> None:
-    tokens = [tokens_of(3 * BLOCK, seed) for seed in range(1, 12)]
-    with engine(slots=16, settings=EngineCacheSettings(save_blocks=4)) as on:
-        for at, one in enumerate(tokens):
-            save(on, f"s{at}", one, blocks_for(len(one)))
-        for at, one in enumerate(tokens):
-            found = on.lookup(f"l{at}", one)
-            assert on.cache.num_on_host(names_of(one)) == found.num_tokens // BLOCK
-            on.cache.release(f"l{at}")
-        assert on.cache.num_on_host(names_of(tokens[0])) == 0
-        assert on.cache.num_on_host(names_of(tokens[-1])) > 0
-
-
-def test_nothing_counts_after_a_reset() -> None:
-    tokens = tokens_of(2 * BLOCK)
-    with engine() as on:
-        save(on, "a", tokens, [0, 1])
-        on.cache.reset().wait(PATIENCE_S)
-        assert on.cache.num_on_host(names_of(tokens)) == 0
-        save(on, "b", tokens, [0, 1])
-        assert on.cache.num_on_host(names_of(tokens)) == 2
 
 
 def test_blocks_that_storage_has_brought_count_once_they_are_named() -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
+from tests.redis_server import RedisServer, empty_redis, module_redis
 
 __all__ = ["empty_redis", "module_redis"]
 
@@ -148,16 +147,6 @@ def test_another_number_of_ranks_finds_pages_that_are_split_by_heads(
         assert same(quarter.kv_buffer[:, :8], heads[:, :, rank : rank + 1])
 
 
-def test_ranks_share_no_page_of_theirs(empty_redis: RedisServer) -> None:
-    pool = filled(host_mha("page_first_direct"))
-    with backend(config(empty_redis.url, rank=0, size=2), pool) as one:
-        one.batch_set_v1(KEYS, indices(*range(8)))
-        assert one.batch_exists(KEYS) == 8
-    for settings in (config(empty_redis.url, rank=1, size=2), config(empty_redis.url)):
-        with backend(settings, pool) as other:
-            assert other.batch_exists(KEYS) == 0
-
-
 def test_a_draft_with_heads_beside_mla_is_each_ranks_own(empty_redis: RedisServer) -> None:
     """SGLang has rank 0 alone write it; its heads are not the others'."""
     _, pools = host_pools("latent")
@@ -173,27 +162,6 @@ def test_a_draft_with_heads_beside_mla_is_each_ranks_own(empty_redis: RedisServe
             moved = transfer([PoolTransfer(PoolName.DRAFT, indices(*range(8)), keys=KEYS)])
             assert moved == {"draft": found}
             assert one.batch_exists(KEYS) == 8
-
-
-def test_a_server_that_dies_is_a_miss_for_every_thread() -> None:
-    pool = filled(host_mha("page_first_direct"))
-    with redis_server() as server, backend(config(server.url, deadline_s=0.5), pool) as one:
-        one.batch_set_v1(KEYS, indices(*range(8)))
-        server.kill()
-        answers: list[object] = []
-
-        def ask() -> None:
-            answers.append(one.batch_exists(KEYS))
-            answers.append(one.batch_get_v1(KEYS, indices(*range(8, 16))))
-            answers.append(one.batch_set_v1(KEYS, indices(*range(8))))
-
-        threads = [threading.Thread(target=ask) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not one.clear()
-    assert sorted(map(str, answers)) == sorted(map(str, [0, [False] * 8, [False] * 8] * 4))
 
 
 def test_importing_tierkv_imports_no_engine() -> None:

@@ -402,34 +402,6 @@ def test_fifty_requests_with_shared_prefixes_under_eviction(  # noqa: C901
             assert one.pools[PoolName.KV].available_size() == one.pools[PoolName.KV].size
 
 
-def test_many_threads_at_once_get_each_their_own_pages(empty_redis: RedisServer) -> None:
-    with World(empty_redis.url, "hybrid") as world:
-        world.fill(1)
-        backend = world.backend
-        errors: list[str] = []
-
-        def work(thread: int) -> None:
-            mine = torch.arange(thread * 3 * PAGE, (thread + 1) * 3 * PAGE)
-            pages = world.pages(PoolName.KV, mine)
-            keys = [f"{thread:032x}{n:032x}" for n in range(3)]
-            for _ in range(5):
-                if backend.batch_set_v1(keys, mine) != [True] * 3:
-                    errors.append("not stored")
-                if backend.batch_exists([*keys, "f" * 64]) != 3:
-                    errors.append("not there")
-                if backend.batch_get_v1(keys, mine) != [True] * 3:
-                    errors.append("not read")
-                if world.pages(PoolName.KV, mine) != pages:
-                    errors.append("other bytes")
-
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(10)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not errors
-
-
 def test_an_abort_in_the_middle_of_a_prefetch_leaves_its_pages_alone(
     empty_redis: RedisServer,
 ) -> None:
@@ -484,23 +456,6 @@ def test_the_backend_can_be_taken_off_a_running_engine_and_put_on_again(
             world.close()
             assert not [t for t in threading.enumerate() if t.name == "tierkv-pages"]
             world.attach()
-
-
-def test_failures_and_delays_that_sglang_injects_cost_pages_only(
-    empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pages = written(empty_redis.url, "hybrid")
-    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
-    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.02")
-    with World(empty_redis.url, "hybrid") as world:
-        came = 0
-        for _ in range(30):
-            got = world.prefetch(prompt(1, 5))
-            kv = saved(world, got.slots).get(PoolName.KV, [])
-            assert kv == pages[PoolName.KV][: got.num_pages]
-            came += bool(kv)
-            world.give_back(got.taken)
-        assert 0 < came < 30
 
 
 def test_what_cannot_be_kept_is_refused_when_it_starts(tmp_path: Path) -> None:

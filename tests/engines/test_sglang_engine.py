@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
+from tests.engines.processes import EngineProcess
 from tests.engines.tiny_llama import save_tiny_llama
-from tests.redis_proxy import proxy_on_a_thread
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
 
 __all__ = ["empty_redis", "module_redis"]
@@ -65,24 +65,9 @@ def third_level(url: str, **more: object) -> dict[str, object]:
     }
 
 
-class Engine:
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the engine ended with {self.process.wait(60)}; what it said is above"
-        return line
-
-    def wait_until_ready(self) -> None:
-        assert self._line() == "ready\n"
-
+class Engine(EngineProcess):
     def ask(self, prompts: list[Prompt], **how: object) -> Answers:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"prompts": prompts} | how) + "\n")
-        self.process.stdin.flush()
-        return list(json.loads(self._line()))
+        return list(self.answer({"prompts": prompts} | how))
 
 
 @contextmanager
@@ -112,7 +97,7 @@ def engines(model: str, *arguments: dict[str, object]) -> Iterator[list[Engine]]
             stack.callback(process.kill)
             running.append(Engine(process))
         for one in running:
-            one.wait_until_ready()
+            assert one.line() == "ready\n"
         yield running
         for one in running:
             assert one.process.stdin is not None
@@ -214,37 +199,6 @@ def test_a_store_that_dies_hangs_forgets_or_is_damaged_costs_no_token(
         server.resume()
         server.kill()
         assert tokens(engine.ask(MANY, flushes=True)) == alone[1]
-
-
-def test_tokens_are_sglangs_own_through_files_into_a_fresh_process(
-    model: str, alone: tuple[list[Prompt], ...], tmp_path: Path
-) -> None:
-    mine = third_level(f"file://{tmp_path}/pages")
-    with engines(model, mine) as (first,):
-        assert tokens(first.ask(PROMPTS)) == alone[0]
-        first.ask([], flushes=True)  # all is stored
-    with engines(model, mine) as (fresh,):
-        answers = fresh.ask(PROMPTS)
-        assert tokens(answers) == alone[0]
-        assert from_storage(answers) > 1000
-
-
-@pytest.mark.promise("SGLang generates its own tokens under eviction and over failing stores.")
-def test_a_store_that_answers_half_a_second_late_costs_time_and_no_token(
-    model: str, alone: tuple[list[Prompt], ...]
-) -> None:
-    with redis_server() as server, proxy_on_a_thread(server.port) as proxy:
-        proxy.delay_s = 0.5
-        with engines(model, third_level(proxy.url)) as (engine,):
-            assert tokens(engine.ask(PROMPTS)) == alone[0]
-            wait_until_stored(server, PROMPTS)
-            started = time.monotonic()
-            answers = engine.ask(PROMPTS, flushes=True)
-            assert tokens(answers) == alone[0]
-            assert from_storage(answers) > 0  # as much as comes within the deadline
-            assert time.monotonic() - started < 30
-            proxy.delay_s = 3.0  # more than the deadline
-            assert tokens(engine.ask(PROMPTS, flushes=True)) == alone[0]
 
 
 def test_a_model_that_is_told_to_compute_otherwise_shares_nothing(

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import shutil
 import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +31,7 @@ from vllm.lora.request import LoRARequest
 
 from tests.embed.engine import until
 from tests.embed.test_external import node
+from tests.engines.processes import EngineProcess, process
 from tests.engines.test_vllm import model, prompt
 from tierkv.adapters.vllm_connector import AdapterDigests, ConnectorSettings
 from tierkv.config import from_mapping
@@ -63,26 +59,11 @@ def transfer(store: str = "", role: str = "kv_both", **more: object) -> dict[str
     }
 
 
-class Engine:
+class Engine(EngineProcess):
     """See connector_process.py."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the engine ended with {self.process.wait(60)}; what it said is above"
-        return line
-
-    def send(self, do: str, **fields: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do} | fields) + "\n")
-        self.process.stdin.flush()
-
     def ask(self, do: str, **fields: object) -> Any:
-        self.send(do, **fields)
-        return json.loads(self.line())
+        return self.answer({"do": do} | fields)
 
     def generate(self, requests: Requests, **more: object) -> dict[str, Any]:
         """By request, its greedy tokens, how many of its own came from a cache, and more."""
@@ -113,64 +94,7 @@ def starting(
 ) -> Iterator[Engine]:
     """An engine that need not be ready yet, so that several can start at once."""
     with process("connector_process.py", path, config, json.dumps(arguments)) as running:
-        yield running
-
-
-@contextmanager
-def process(
-    script: str,
-    path: str,
-    config: dict[str, object] | None,
-    *more: str,
-    in_process: bool = True,
-    sockets: Path | None = None,
-    ends: int = 0,
-) -> Iterator[Engine]:
-    """sockets: the directory for the ranks' socket. ends: with this status, and leaves nothing if
-    it is 0."""
-    threads = Path(sys.prefix).glob("lib/python*/site-packages/**/libiomp5.so")
-    environment = os.environ | {
-        "LD_PRELOAD": next((str(found) for found in threads), ""),
-        "PYTHONPATH": str(_HERE.parent.parent),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, str(_HERE / script), path, json.dumps(config), *more]
-    before = set(os.listdir("/dev/shm"))
-    own = str(sockets or tempfile.mkdtemp(prefix="tierkv-test-"))
-    environment["TMPDIR"] = own
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as popen:
-        try:
-            yield Engine(popen)
-            assert popen.stdin is not None
-            popen.stdin.close()
-            assert popen.wait(60) == ends
-        finally:
-            popen.kill()
-    until(lambda: not orphans(before), "shared memory is left behind")
-    assert len(list(Path(own).glob("*.sock"))) == (1 if ends else 0)
-    if sockets is None:
-        shutil.rmtree(own)
-
-
-def orphans(before: set[str]) -> set[str]:
-    """Files of shared memory since then that no process has mapped; SGLang's tests may run, too."""
-    mapped: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            mapped.update(
-                line.rsplit("/", 1)[1] for line in maps.read_text().splitlines() if "/shm/" in line
-            )
-    left = set(os.listdir("/dev/shm")) - before - mapped
-    return {name for name in left if not name.startswith("sglang")}
+        yield Engine(running.process)
 
 
 @contextmanager
@@ -196,7 +120,7 @@ PROMPTS = [prompt(n, length) for n, length in enumerate(_LENGTHS)] + [
 ]
 
 
-@pytest.mark.promise("A fresh vLLM process loads a prefix from Redis or files.")
+@pytest.mark.promise("A fresh vLLM process loads a prefix from a store.")
 def test_a_prefix_comes_through_redis_into_a_fresh_process(
     model: str, alone: Engine, empty_redis: RedisServer
 ) -> None:
@@ -218,19 +142,6 @@ def test_a_prefix_comes_through_redis_into_a_fresh_process(
         assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
         assert [second.ask("blocks", tokens=one) for one in PROMPTS] == bytes_of
         second.rests()
-
-
-@pytest.mark.promise("A fresh vLLM process loads a prefix from Redis or files.")
-def test_a_prefix_comes_through_files_into_a_fresh_process(
-    model: str, alone: Engine, tmp_path: Path
-) -> None:
-    right = alone.tokens(PROMPTS)
-    with engine(model, transfer(f"file://{tmp_path}/blocks")) as first:
-        assert first.tokens(PROMPTS) == right
-    with engine(model, transfer(f"file://{tmp_path}/blocks")) as second:
-        answers = second.generate(named(PROMPTS))
-    assert [answers[f"r{at}"]["tokens"] for at in range(len(PROMPTS))] == right
-    assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
 
 
 def test_a_model_that_is_told_to_compute_otherwise_shares_nothing(
@@ -256,10 +167,7 @@ def test_engines_whose_core_is_a_process_of_its_own_find_each_others_prefixes(
         config = transfer(empty_redis.url)
         with process("vllm_process.py", model, config, in_process=False) as running:
             assert running.line() == "ready\n"
-            assert running.process.stdin is not None
-            running.process.stdin.write(json.dumps(PROMPTS) + "\n")
-            running.process.stdin.flush()
-            answers = json.loads(running.line())
+            answers = running.answer(PROMPTS)
             assert [one["tokens"] for one in answers] == right
             found.append([one["cached"] for one in answers[:4]])
     assert found == [[0] * 4, [200, 192, 160, 193]]
@@ -608,16 +516,14 @@ def test_fifty_requests_with_shared_prefixes_under_eviction_are_exact(
             tight.ask("ignore_fences")
 
 
-@pytest.mark.parametrize("fault", ["killed", "hung", "slow", "flushed"])
+@pytest.mark.parametrize("fault", ["killed", "hung", "flushed"])
 def test_a_store_that_fails_costs_time_and_no_token(model: str, alone: Engine, fault: str) -> None:
     prompts = [prompt(600 + n, 150) for n in range(6)]
     right = alone.tokens(prompts)
     with ExitStack() as stack:
         server = stack.enter_context(redis_server())
-        url = server.url
-        if fault == "slow":
-            url = slow(stack, server)
-        running = stack.enter_context(engine(model, transfer(url, fetch_deadline_s=1.0)))
+        config = transfer(server.url, fetch_deadline_s=1.0)
+        running = stack.enter_context(engine(model, config))
         assert running.tokens(prompts[:3], "before") == right[:3]
         if fault == "killed":
             server.kill()
@@ -692,30 +598,6 @@ def test_two_ranks_in_processes_of_their_own_keep_their_halves(
         second.rests()
     with engine(model, transfer(empty_redis.url)) as other:
         assert other.cached(PROMPTS[:2]) == [0, 0]
-
-
-def test_two_ranks_are_exact_when_requests_are_preempted(
-    model: str, empty_redis: RedisServer
-) -> None:
-    """Blocks change hands while both ranks save them; each rank's half is right in the end."""
-    two: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    small = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 96, "max_num_seqs": 12}
-    prompts = MANY[:20]
-    with engine(model, None, **two) as plain:
-        right = plain.tokens(prompts)
-    config = transfer(empty_redis.url, host_bytes=40 * 3 * 8192)
-    with engine(model, config, **two, **small) as tight:
-        # As many tokens as do not depend on what vLLM computes together.
-        assert [some[:12] for some in tight.tokens(prompts, max_tokens=40)] == right
-        assert tight.ask("preemptions") > 0
-        assert tight.tokens(prompts[::-1], "again") == right[::-1]
-        tight.rests()
-        assert tight.ask("counts")["loaded_tokens"] > 20 * _BLOCK
-    with engine(model, config, **two) as fresh:
-        answers = fresh.generate(named(prompts))
-        assert [answers[f"r{at}"]["tokens"] for at in range(len(prompts))] == right
-        assert sum(answer["cached"] for answer in answers.values()) > 20 * 3 * _BLOCK
-        fresh.rests()
 
 
 def test_an_engine_that_was_killed_leaves_no_socket_to_those_that_come(
@@ -907,18 +789,6 @@ def test_what_was_loaded_and_saved_is_among_vllms_metrics(alone: Engine, one: En
     after = one.ask("metrics")
     assert after["vllm:tierkv_loaded_tokens"] - before.get("vllm:tierkv_loaded_tokens", 0) == 150
     assert after["vllm:tierkv_saved_blocks"] - before.get("vllm:tierkv_saved_blocks", 0) >= 5
-
-
-def test_events_have_vllms_own_names(alone: Engine, one: Engine) -> None:
-    some = prompt(700, 4 * _BLOCK)
-    one.ask("events")
-    one.tokens([some])
-    one.tokens([prompt(701, 40)], "after")  # vLLM asks for events in its steps
-    names = one.ask("hashes", tokens=some)
-    told = [event for event in one.ask("events") if event["kind"] == "BlockStored"]
-    for medium in ("CPU", "STORAGE"):
-        stored = {name for event in told if event["medium"] == medium for name in event["names"]}
-        assert set(names) <= stored, medium
 
 
 def hint(kind: str, version: str = "1.0") -> dict[str, Any]:
