@@ -384,14 +384,11 @@ class Service:
         return self.tenants.open(fingerprint, quota)
 
     def close_fingerprint(self, space: str) -> int:
-        """Close a space and forget its blocks; return the number of copies. See `Tenants.close`."""
+        """Close a space and forget its blocks; return how many copies. See `Tenants.close`."""
         return self.tenants.close(space)
 
     async def retire_fingerprint(self, space: str) -> int:
-        """Do as `close_fingerprint`, in many short turns of the event loop.
-
-        See `Tenants.retire`.
-        """
+        """Close a space as `close_fingerprint` does, in many short turns of the event loop."""
         return await self.tenants.retire(space)
 
     def space_of_tenant(self, tenant: str, adapter: str = "") -> str:

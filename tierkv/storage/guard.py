@@ -363,7 +363,6 @@ class GuardedStore(StoreWrapper):
                 self._missing.forget(item.name)
 
     async def _write(self, items: Sequence[PutItem]) -> Sequence[PutOutcome]:
-        """Write one batch to the inner store, unless the breaker is open or the store full."""
         try:
             self._check_breaker()
         except StoreUnavailableError as error:
@@ -402,7 +401,7 @@ class GuardedStore(StoreWrapper):
     # Deadlines and retries
 
     def _deadline_s(self, num_bytes: int, timeout_s: float = 0.0) -> float:
-        """Return the seconds that an operation may take; `timeout_s` of 0 is that of reads."""
+        """Return the seconds that an operation may take; 0 as `timeout_s` means that of reads."""
         timeout_s = timeout_s or self._settings.timeout_s
         return timeout_s + num_bytes / self._settings.slowest_bytes_per_s
 
@@ -420,8 +419,8 @@ class GuardedStore(StoreWrapper):
         def note_stuck() -> None:
             """Count a failure if the body goes on after the cancel.
 
-            Writes that hang do not open the breaker of a store that answers reads: each read that
-            succeeds sets the count back to 0.
+            Writes that hang do not open the breaker of a store that answers reads, as each answered
+            read sets the count back to 0.
             """
             nonlocal is_stuck
             is_stuck = True
@@ -521,8 +520,8 @@ class GuardedStore(StoreWrapper):
     async def _keep_watching(self) -> None:
         """Ping the store while an operation takes longer than _LONG_S seconds.
 
-        If the ping fails and no other operation was answered, open the breaker at once: deadlines
-        are much longer than requests wait.
+        If the ping fails and no other operation was answered, open the breaker at once. An
+        operation's deadline would come long after requests have stopped waiting.
         """
         while True:
             await self._slow.wait()

@@ -239,7 +239,7 @@ def _check(
     identity: _Identity,
     codecs: Mapping[int, Callable[[str], Codec]],
 ) -> bool:
-    """Check a value against its name; return True if a full check needs an unknown key."""
+    """Check a value against its name; return True if a full check needs a missing key."""
     says = read_identity(content)
     if says.key_digest != identity.digest:
         raise DamagedValueError(

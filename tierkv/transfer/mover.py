@@ -627,7 +627,7 @@ class Mover:
         return movement
 
     def _follow(self, movement: Movement, counts: Direction | None) -> None:
-        """End the movement and count its bytes, in a later turn of the loop than its last event."""
+        """End the movement and count its bytes when its last event is done, in a later turn."""
         submission, is_long = movement.submission, movement.num_bytes > _SHORT_BYTES
         loop, events = asyncio.get_running_loop(), _events_of(submission)
 
@@ -649,7 +649,6 @@ class Mover:
             loop.call_soon(end, TransferError(str(failure)))
 
     def _time_layers(self, events: Sequence[Event], *, is_long: bool) -> None:
-        """Record the arrival time of each layer of a load."""
         loop, ready_s = asyncio.get_running_loop(), []
         began = loop.time()
         self._times_from = math.inf

@@ -374,10 +374,7 @@ class TailLists:
         return best
 
     async def _read(self, parent: bytes, space: str) -> list[Tail]:
-        """Return the tails listed after the block `parent`, newest first.
-
-        [] if the list is damaged.
-        """
+        """Return the tails listed after block `parent`, newest first; [] for a damaged list."""
         name = self._names.tails(parent, space)
         try:
             value = await self._store.get(name, max_bytes=_MAX_LIST_BYTES)
@@ -404,7 +401,7 @@ class TailLists:
 
 
 def _identity(parent: bytes) -> ValueIdentity:
-    """Return the identity of a list's value, the same for all layouts and ranks."""
+    """Return the identity of the list of tails after block `parent`, the same for all layouts."""
     return ValueIdentity(bytes(LAYOUT_DIGEST_BYTES), parent, _NOT_A_BLOCK)
 
 
@@ -598,10 +595,7 @@ class StorageIO:
             self._toucher.used(names)
 
     async def _sizes_of(self, keys: Sequence[StoredKey], tried: int) -> list[int | None]:
-        """Return the number of ranks that stored each block, None for none.
-
-        `tried` is not asked again.
-        """
+        """Return the number of ranks that stored each block, None for none; skip `tried`."""
         sizes = [n for n in (self.slices.size, *self.slices.peer_tensor_parallel) if n != tried]
         if not sizes or not keys:
             return [None] * len(keys)
@@ -689,10 +683,7 @@ class StorageIO:
         *,
         tries: int = _MAX_COPIES,
     ) -> list[GetOutcome]:
-        """Read and check blocks.
-
-        Of a damaged block read up to `tries` copies, and delete damaged ones.
-        """
+        """Read and check blocks, up to `tries` copies of each; delete damaged copies."""
         reads = self._values.reads(keys, slot_ids, sizes)
         outcomes = await self.store.get_into([read.item for read in reads])
         for read, outcome in zip(reads, outcomes, strict=True):
@@ -719,10 +710,7 @@ class StorageIO:
     async def _forget_damaged(
         self, reads: Sequence[Read], blocks: Sequence[GetOutcome]
     ) -> list[int]:
-        """Delete damaged values.
-
-        Return the indexes of blocks of which the store may have another copy.
-        """
+        """Delete damaged values; return the indexes of blocks that may have another copy."""
         damaged = [read for read in reads if read.outcome.status is GetStatus.DAMAGED]
         again = {at for at, block in enumerate(blocks) if block.status is GetStatus.DAMAGED}
         if damaged:
@@ -982,10 +970,7 @@ class Values:
         return blocks
 
     def _decode(self, key: StoredKey, read: Read) -> None:
-        """Check a value that was read, and decode its payload in place.
-
-        Raise StoreCorruptError if wrong.
-        """
+        """Check a value and decode its payload in place; raise StoreCorruptError if it is wrong."""
         num_bytes = self._codec(key).decode(
             read.header,
             read.payload.data,
@@ -1042,10 +1027,7 @@ class Values:
         ]
 
     def _later(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem | None:
-        """Return a rank's value with a header to be filled in at sending.
-
-        None if the bytes are needed now.
-        """
+        """Return a value whose header is filled in at sending; None if that is impossible."""
         payload = part.host.array[slot].data
         header = None
         if not key.is_tail:
@@ -1120,10 +1102,7 @@ class Toucher:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Renew times to live until the body ends.
-
-        Renewals that are still queued then are dropped.
-        """
+        """Renew times to live until the body ends; queued renewals are then dropped."""
         async with supervised({"tierkv-touch": self._keep_touching}):
             yield
 

@@ -379,7 +379,6 @@ class Claimer:
             self._note(answer, peer, self._tiers.copies.prompt_keys(prompt).all_digests())
 
     async def _land(self, prompt: Prompt, landing: Landing) -> None:
-        """Copy blocks from the producer's device to this one."""
         match = self._tiers.index.match(prompt)
         first, stop = match.device_blocks, prompt.num_blocks
         assert self._address is not None, "`_near` is set only with an address"

@@ -432,7 +432,6 @@ class RedisNode:
             names = part
 
     async def _counts(self, parts: Sequence[Sequence[str]]) -> list[int]:
-        """Return for each part how many of its names have a value."""
         wire = b"".join([pack_all("EXISTS", part) for part in parts])
         [outcome] = await self.pools[Purpose.QUESTION].ask([pipeline(wire, len(parts))])
         if isinstance(outcome, Unanswered):
@@ -488,7 +487,7 @@ class RedisNode:
     async def _describe(
         self, talk: Conversation, names: Sequence[str], moving: MutableSequence[str]
     ) -> Sequence[StoredValue]:
-        """Return size and expiry of the named strings; append names that move to `moving`."""
+        """Return size and expiry of the named strings; add names of moving ones to `moving`."""
         values = []
         now = self._clock.wall()
         for part in cut(names, NAMES_PER_COMMAND):

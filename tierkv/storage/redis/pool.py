@@ -268,7 +268,7 @@ class ConnectionPool:
         return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
 
     def _pop(self) -> WireRequest | None:
-        """Remove the oldest open request from the queue; None for none or a full window."""
+        """Remove and return the oldest open request; None for none, or if the window is full."""
         while self._waiting and self._window.has_room:
             request = self._waiting.popleft()
             if request.outcome is None:
@@ -371,7 +371,6 @@ class ConnectionPool:
         self._put_back(again)
 
     def _put_back(self, requests: Sequence[WireRequest]) -> None:
-        """Put requests back at the front of the queue, to be sent again."""
         for request in reversed(requests):
             request.num_retries, request.was_sent = request.num_retries + 1, False
             self._waiting.appendleft(request)

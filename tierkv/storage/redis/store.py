@@ -332,7 +332,7 @@ class RedisStore(BaseStore):
         return ListPage(tuple(values.values()), after)
 
     async def _found_on_their_way(self, names: Sequence[str]) -> dict[str, StoredValue]:
-        """Describe values that are moving between servers, as the server with each one does."""
+        """Describe values that are moving, asking the server that has each one now."""
         calls = [
             KeyCommand(name, partial(question, verb, name))
             for name in names
@@ -381,7 +381,7 @@ class RedisStore(BaseStore):
         return await self._router.carry_out(calls, purpose)
 
     async def _each(self, verb: str, names: Sequence[str], *more: int) -> Sequence[int]:
-        """Return the numbers that the commands `verb name more`, one per name, are answered."""
+        """Send `verb name more` for each name, and return the numbers in the replies."""
         router = self._opened()
         parts = cut(names, NAMES_PER_COMMAND)
         return [answer for part in parts for answer in await router.each(verb, part, *more)]

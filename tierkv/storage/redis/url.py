@@ -204,7 +204,6 @@ class TlsFiles:
 
 
 def _cannot_use(what: str, path: str | None, error: OSError) -> str:
-    """Return the error sentence for a TLS file that cannot be used."""
     why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
     return (
         f"the TLS {what} {path} cannot be used ({str(why or error).replace('_', ' ').lower()}): "
