@@ -212,7 +212,7 @@ class EvictionOrder:
         victims: list[Victim] = []
         tier = self.tier
         chosen: list[Entry] = []  # removed from the queue now, put back at the end of the call
-        virtual: list[Entry] = []  # parents whose children are all chosen already
+        virtual: list[Entry] = []  # parents with all children chosen already
         gone_children: dict[int, int] = {}
         while count > 0 and (entry := self._first(virtual)) is not None:
             node = entry[2]
@@ -344,7 +344,7 @@ class EvictionPolicy:
         return False
 
     def queued(self, node: TreeNode) -> list[TreeNode]:  # noqa: ARG002
-        """Record that `node` can be evicted; return the nodes whose rank this has changed."""
+        """Record that `node` can be evicted; return the nodes with a changed rank."""
         return []
 
     def evicted(self, node: TreeNode) -> None:
@@ -354,7 +354,7 @@ class EvictionPolicy:
         """Forget a node that has left the tree."""
 
     def resized(self, capacity: int) -> list[TreeNode]:  # noqa: ARG002
-        """Adapt to a tier of `capacity` blocks; return the nodes whose rank this has changed."""
+        """Adapt to a tier of `capacity` blocks; return the nodes with a changed rank."""
         return []
 
 

@@ -435,7 +435,7 @@ class Tree:
         upper = node.behead(self._next_uid, at)
         self._next_uid += 1
         upper.holders = int(node.holders > 0)
-        parent.children[upper.key] = upper  # replaces `node`, whose key it has
+        parent.children[upper.key] = upper  # replaces `node`, and has its key
         upper.adopt(node)
         upper.children_on_device, upper.children_on_host = int(had[0]), int(had[1])
         self.offer(node)

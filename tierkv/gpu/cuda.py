@@ -306,7 +306,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A stream of one GPU. Thread-safe, also for threads whose current GPU is another one.
+    """A stream of one GPU. Thread-safe, also for threads with another current GPU.
 
     Attributes:
         raw: CuPy's stream.

@@ -40,7 +40,7 @@ from tierkv.threads import Threads
 # in batches of 128, and 84 % if all 8,192 are one batch (H100).
 _FIRST_BATCH_PIECES = 16
 _BATCH_PIECES = 128
-# Number of first units whose blocks are moved unsorted: sorting a copy's blocks and finding
+# Number of first units that move their blocks unsorted: sorting a copy's blocks and finding
 # neighbours takes longer than moving the first unit.
 _UNSORTED_UNITS = 2
 _STRAIGHT_CALLS = 24  # largest number of rectangles with which a copy begins
@@ -501,7 +501,7 @@ class CudaLane:
                 self._num_queued -= 1
 
     def _complete_layers(self, job: _Job, unit: Unit, end: CudaEvent) -> None:
-        """Complete the events of the layers that end with a submitted unit, whose end is `end`."""
+        """Complete the events of the layers that end with a submitted unit; `end` is its end."""
         if unit.stop < len(job.copy):
             return
         with self._progress:

@@ -17,7 +17,7 @@ from tierkv.gpu.units import MAX_BLOCKS, Unit
 TILE_BYTES = 4096
 NUM_THREADS = 512
 _WARPS = NUM_THREADS // 32
-_SMALL_BYTES = 32 << 20  # kernels for up to so many bytes use all of the GPU
+_SMALL_BYTES = 32 << 20  # up to this size, a kernel uses all of the GPU
 # The structs of csrc/planes.cu.
 _TILE = np.dtype([("first", "<u8"), ("stride", "<i8"), ("block_byte", "<u4"), ("num_bytes", "<u4")])
 _UNIT = np.dtype(

@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.uint64]  # addresses or byte counts
 
 MAX_BLOCKS = 960  # as in csrc/planes.cu
 FIRST_BLOCKS = 128  # in the first unit, which an event loop may submit, at 1.5 us a block
-_KEEP_UP_TO = 64  # plans for up to so many blocks are kept
+_KEEP_UP_TO = 64  # largest number of blocks for which plans are kept
 ROW_ALIGNMENT = 16  # rows of staging memory are aligned for 16-byte vectors
 
 

@@ -227,7 +227,7 @@ class Span:
 
     @property
     def live(self) -> slice:
-        """The rows of the tiles that hold tokens of the span; the others are padding."""
+        """The rows of the tiles that hold tokens of the span; other rows are padding."""
         lead = self.start % TILE
         return slice(lead, lead + self.end - self.start)
 

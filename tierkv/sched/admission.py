@@ -903,7 +903,7 @@ class Admissions:
         self._is_pumping = False
         self._pumps_again = False
         self._next_pump: asyncio.Handle | None = None  # continues with the rest of the queue
-        self._over_quota: set[str] = set()  # tenants whose quota was full in this round
+        self._over_quota: set[str] = set()  # tenants with a full quota in this round
         self._stuck: Waiting | None = None  # the first in the queue, if it had no room
 
     @property

@@ -160,7 +160,9 @@ GROUP_BLOCKS = 32  # blocks that a background copy, a fetch or a publish moves a
 PIECE_BYTES = 8 << 20  # small blocks are copied to the host in pieces of 0.15 ms on PCIe 5
 LEAVING_PATIENCE_S = 1.0  # for the write of a group to a store while the host tier shrinks
 _SHARE_BEING_STORED = 4  # writes use at most this fraction (1/n) of host slots
-_MAX_TO_STORE = 4096  # groups that wait for the store; while so many wait, no more are stored
+_MAX_TO_STORE = (
+    4096  # largest number of groups that wait for the store; further ones are not stored
+)
 log = logging.getLogger(__name__)
 
 

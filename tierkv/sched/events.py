@@ -58,7 +58,7 @@ class CacheEvent(msgspec.Struct, frozen=True):
         external_ids: the engine's own id of each block, None for a block without one; () if no
             block has one.
         external_parent: the engine's own id of the block before `start`.
-        session_id: the session whose turn has computed the blocks; "" without one.
+        session_id: the session of the turn that computed the blocks; "" without one.
     """
 
     number: int
@@ -291,7 +291,7 @@ class CacheEvents:
             node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
-            session_id: the session whose turn has computed the blocks; "" without one.
+            session_id: the session of the turn that computed the blocks; "" without one.
         """
         if not self._subscriptions:
             return
@@ -448,7 +448,7 @@ class CacheEvents:
             kind: the kind of change.
             tier: "device", "host" or "storage".
             run: the blocks.
-            session_id: the session whose turn has computed the blocks; "" without one.
+            session_id: the session of the turn that computed the blocks; "" without one.
 
         Returns:
             The event, with the number of the last published event.
@@ -486,7 +486,7 @@ class CacheEvents:
             kind: the kind of change.
             tier: "device", "host" or "storage".
             run: the blocks.
-            session_id: the session whose turn has computed the blocks; "" without one.
+            session_id: the session of the turn that computed the blocks; "" without one.
         """
         self._number += 1
         event = self.event(kind, tier, run, session_id)

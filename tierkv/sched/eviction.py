@@ -1,4 +1,4 @@
-"""How room is made on a tier: quotas, eviction, and copies that must be made before an eviction."""
+"""Room on a tier: quotas, eviction, and the copies that must be made before an eviction."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ class Eviction:
         """
         pool = self._pools[tier]
         before = pool.num_free + self._slots.num_still_read
-        # Blocks whose copy has not ended stay, and so do all blocks above them, since a match is
+        # Blocks with an unfinished copy stay, and so do all blocks above them, since a match is
         # unbroken from the root. A later plan has these steps again.
         waits_for_copy: set[int] = set()
         for step in steps:

@@ -40,7 +40,7 @@ _MAX_CAUTION = 6
 
 @dataclass(slots=True)
 class Decisions:
-    """How missing blocks were obtained, counted since the start of the node.
+    """Counts of the ways to obtain missing blocks, since the start of the node.
 
     Each count is a number of runs (consecutive blocks of one prompt).
 

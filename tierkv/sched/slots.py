@@ -356,7 +356,7 @@ class Slots:
         self._num_reads += len(slots)
 
     def end_reading(self, slots: Ids) -> None:
-        """End a `begin_reading` of the slots; free those whose blocks were evicted since."""
+        """End a `begin_reading` of the slots; free the slots of blocks evicted since."""
         self._reads[slots] -= 1
         self._num_reads -= len(slots)
         if len(self._still_read):

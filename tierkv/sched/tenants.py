@@ -18,7 +18,7 @@ from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError
 from tierkv.sched.lifecycle import forgetting
 from tierkv.sched.tiers import Tiers
 
-_AT_ONCE = 128  # a tenant with at most so many copies is closed in one turn of the loop
+_AT_ONCE = 128  # largest number of copies of a tenant that is closed in one turn of the loop
 
 
 MAX_ADAPTERS = 64  # adapters of one tenant that are open at a time
@@ -63,7 +63,7 @@ class Tenants:
         # Spaces by tenant and adapter, the most recently used last.
         self._by_tenant: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._closing: set[str] = set()  # spaces that a task is closing to make room for others
-        self.closed: set[str] = set()  # spaces whose blocks may still be in storage
+        self.closed: set[str] = set()  # spaces with blocks that may still be in storage
 
     def known_space_of(self, tenant: str) -> str | None:
         """Return the name of a tenant's space, without opening it.
