@@ -45,9 +45,9 @@ async def test_a_node_opens_its_store_behind_a_breaker_with_deadlines_of_250_ms(
         assert (state.url, state.circuit) == ("memory://", BreakerState.CLOSED.value)
         node.service.detach_storage()
         assert (await health_of(node))["storage"] == (Health.OK, "no storage tier")
-    of_kinds = chosen.storage.of_kinds()
-    assert of_kinds.redis.timeout_s == of_kinds.redis.connect_timeout_s == 2.5
-    assert of_kinds.resilience.timeout_s > of_kinds.redis.timeout_s, "whose errors say more"
+    storage = chosen.storage
+    assert storage.redis.timeout_s == storage.redis.connect_timeout_s == 2.5
+    assert storage.resilience.timeout_s > storage.redis.timeout_s, "whose errors say more"
 
 
 def test_every_kind_of_store_has_its_table(tmp_path: Path) -> None:
@@ -69,11 +69,10 @@ def test_every_kind_of_store_has_its_table(tmp_path: Path) -> None:
         """,
         TIERKV_STORAGE__RESILIENCE__PROBE_INTERVAL_S="0.5",
     ).storage
-    kinds = found.of_kinds()
-    assert kinds.mooncake.replicas == 2
-    assert kinds.layered.near_ttl_s == 60
-    assert kinds.resilience.timeout_s == 0.7
-    assert kinds.resilience.probe_interval_s == 0.5
+    assert found.mooncake.replicas == 2
+    assert found.layered.near_ttl_s == 60
+    assert found.resilience.timeout_s == 0.7
+    assert found.resilience.probe_interval_s == 0.5
     assert found.peer_tensor_parallel == (1, 2)
     assert found.tenants == {"0123456789abcdef": "redis://other:6379/0"}
 

@@ -75,7 +75,7 @@ async def test_a_package_brings_a_store_by_the_scheme_of_its_url(package: Path) 
 
 def settings_of(package: Path, table: str, **environ: str) -> StoreSettings:
     (package / "node.toml").write_text(table)
-    return load(NodeSettings, package / "node.toml", environ).storage.of_kinds()
+    return load(NodeSettings, package / "node.toml", environ).storage
 
 
 def test_a_store_that_a_package_brings_has_a_table_of_settings(package: Path) -> None:

@@ -321,8 +321,7 @@ def _open_store(settings: NodeSettings, environ: Mapping[str, str]) -> Store | N
 
 
 def _opener(settings: NodeSettings) -> Callable[[str], Store]:
-    kinds = settings.storage.of_kinds()
-    return lambda url: open_guarded_store(url, kinds, SystemClock())
+    return lambda url: open_guarded_store(url, settings.storage, SystemClock())
 
 
 def _storage_options(settings: NodeSettings, spec: EngineSpec | None) -> StorageOptions:

@@ -79,7 +79,7 @@ def _store_findings(settings: NodeSettings, environ: Mapping[str, str]) -> list[
     url = settings.storage.url or default_storage_url(environ)
     if url == NO_STORAGE:
         return []
-    store = open_store(url, settings.storage.of_kinds(), SystemClock())
+    store = open_store(url, settings.storage, SystemClock())
     try:
         written, read, clock = run_until_stopped(_measured(store))
     except TierKVError as error:

@@ -53,7 +53,7 @@ class StoreKind(Generic[Settings]):
         return from_mapping(self.settings, table, where, converts_text=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
     """The settings of every kind of store, of which only those of the opened store take effect.
 
@@ -67,7 +67,7 @@ class StoreSettings:
     mooncake: MooncakeSettings = field(default_factory=MooncakeSettings)
     layered: LayeredSettings = field(default_factory=LayeredSettings)
     resilience: ResilienceSettings = field(default_factory=ResilienceSettings)
-    stores: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    stores: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def _memory(url: str, settings: StoreSettings, clock: Clock) -> Store:
@@ -200,7 +200,7 @@ def open_guarded_store(url: str, settings: StoreSettings, clock: Clock) -> Guard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StorageSettings:
+class StorageSettings(StoreSettings):
     """The settings of the storage tier.
 
     Attributes:
@@ -229,13 +229,6 @@ class StorageSettings:
     touches_per_ttl: Fixed[int] = 10
     tenants: dict[str, str] = field(default_factory=dict)
     peer_tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
-    file: FileSettings = field(default_factory=FileSettings)
-    memory: MemorySettings = field(default_factory=MemorySettings)
-    redis: RedisSettings = field(default_factory=RedisSettings)
-    mooncake: MooncakeSettings = field(default_factory=MooncakeSettings)
-    layered: LayeredSettings = field(default_factory=LayeredSettings)
-    resilience: ResilienceSettings = field(default_factory=ResilienceSettings)
-    stores: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for scheme, table in self.stores.items():
@@ -265,17 +258,6 @@ class StorageSettings:
                 "storage.peer_tensor_parallel must hold sizes of at least 1, not "
                 f"{list(self.peer_tensor_parallel)}"
             )
-
-    def of_kinds(self) -> StoreSettings:
-        return StoreSettings(
-            memory=self.memory,
-            file=self.file,
-            redis=self.redis,
-            mooncake=self.mooncake,
-            layered=self.layered,
-            resilience=self.resilience,
-            stores=self.stores,
-        )
 
     def codecs(self) -> TenantCodecs:
         """Read the key, and return the codecs for blocks.

@@ -184,28 +184,21 @@ async def open_pipe(address: Address, tls: ssl.SSLContext | None) -> Pipe:
 
 async def _connect(address: Address) -> socket.socket:
     if address.socket_path is not None:
-        return await _connected(socket.AF_UNIX, address.socket_path)
+        return await _connected(address.socket_path)
     found = await _resolved(address)
     if not found:
         raise OSError(f"the host {address.host} has no IP address")
-    if len(found) == 1:
-        sock = await _connected(*found[0])
-    else:
-        sock = await _first_connected(found)
+    # Each address is tried _START_S seconds after the one before, since its machine may be down.
+    infos = [(f, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where) for f, where in found]
+    try:
+        sock = await start_connection(infos, happy_eyeballs_delay=_START_S)  # type: ignore[arg-type]
+    except RuntimeError as error:  # aiohappyeyeballs joins several different errors
+        raise OSError(str(error)) from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds_or_tries in _KEEPALIVE:
         sock.setsockopt(socket.IPPROTO_TCP, option, seconds_or_tries)
     return sock
-
-
-async def _first_connected(found: Sequence[tuple[int, object]]) -> socket.socket:
-    """Return a socket to the address that answers first, trying one more every _START_S seconds."""
-    infos = [(f, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where) for f, where in found]
-    try:
-        return await start_connection(infos, happy_eyeballs_delay=_START_S)  # type: ignore[arg-type]
-    except RuntimeError as error:  # aiohappyeyeballs joins several different errors
-        raise OSError(str(error)) from error
 
 
 async def _resolved(address: Address) -> Sequence[tuple[int, object]]:
@@ -225,11 +218,11 @@ async def _resolved(address: Address) -> Sequence[tuple[int, object]]:
     return [(family, where) for family, _, _, _, where in found]
 
 
-async def _connected(family: int, where: object) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
+async def _connected(socket_path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)  # noqa: FBT003 - the standard library's signature
-        await asyncio.get_running_loop().sock_connect(sock, where)  # type: ignore[arg-type]
+        await asyncio.get_running_loop().sock_connect(sock, socket_path)
     except BaseException:
         sock.close()
         raise
