@@ -297,7 +297,7 @@ async def test_nothing_is_attached_to_a_tier_that_does_not_run() -> None:
         await stores.attach(memory(), "tierkv:" + "f" * 16)
         assert set(stores.attached) == {"tierkv:" + "f" * 16}
     for route in ("", "tierkv:" + "f" * 16):
-        with pytest.raises(StoreUnavailableError, match="nothing can be attached"):
+        with pytest.raises(StoreUnavailableError, match="stores cannot be attached"):
             await stores.attach(memory(), route)
 
 

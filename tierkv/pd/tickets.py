@@ -1023,7 +1023,7 @@ class Standing(Enum):
 
 
 class TicketStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket's state and the known facts about it; None for an unknown one.
+    """A ticket's state and what is known about it; unknown fields are None.
 
     Attributes:
         detail: one sentence, "" if there is nothing to add.

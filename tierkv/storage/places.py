@@ -44,7 +44,7 @@ from tierkv.tasks import expected, supervised, task_group
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Asked = TypeVar("Asked", str, GetItem, PutItem)
-_CLOSED = "nothing can be attached now"
+_CLOSED = "stores cannot be attached now: the service is not running"
 # When all processes start at once, the first answer may be late. Refusals are quicker than _LATE_S.
 _START_S = 5.0
 _LATE_S = 0.2
