@@ -301,11 +301,6 @@ class RequestBlocks:
         return self._tiers.index.spaces.is_retired(self._request.lease.node)
 
     def check_whole(self) -> None:
-        """Check that the whole prompt is computed.
-
-        Raises:
-            OwnershipError: the request has ended, or its prompt is not computed.
-        """
         self._request.check_running()
         computed, whole = self._request.computed_tokens, self.prompt.num_tokens
         if computed < whole:
@@ -327,17 +322,7 @@ class RequestBlocks:
     async def on_host(self, blocks: range, after: Sequence[Event]) -> AsyncIterator[Ids]:
         """Copy blocks that the host tier lacks to staging slots, and yield the slots of all.
 
-        The blocks stay there during the body, even if the request ends.
-
-        Args:
-            blocks: some of the computed blocks, GROUP_BLOCKS at most.
-            after: events of the kernels that wrote the blocks.
-
-        Yields:
-            The slots, int32 [len(blocks)].
-
-        Raises:
-            TransferError: the copy to the host failed.
+        See `PromptBlocks.on_host`. The blocks stay there during the body, even if the request ends.
         """
         request, after = self._request, (*after, *self._request.written)
         async with self._staging.group(len(blocks)) as group:

@@ -351,11 +351,7 @@ class Components:
             raise InvariantError(tuple(wrong))
 
     def verify(self, num_leases: int = 0) -> list[str]:
-        """Return violated invariants as sentences.
-
-        Args:
-            num_leases: number of leases that the caller holds.
-        """
+        """Return violated invariants as sentences; the caller holds `num_leases` leases."""
         wrong = observe.verify(
             self.scheduler, self.mover, self.fetcher, self.handoff, num_leases=num_leases
         )

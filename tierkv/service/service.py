@@ -339,12 +339,9 @@ class Service:
         await self._storage_tier.attach(store, tenant)
 
     def detach_storage(self, *, tenant: str = "") -> bool:
-        """Detach the store; return True if there was one.
+        """Detach the store of `tenant` (see `attach_storage`); return True if there was one.
 
         Operations that have begun are completed on the store, or fail; their requests then compute.
-
-        Args:
-            tenant: as in `attach_storage`.
         """
         return self._storage_tier.detach(tenant)
 
@@ -420,11 +417,7 @@ class Service:
         self.tenants.set_quota(space, quota)
 
     def fingerprint_of(self, space: str) -> Fingerprint:
-        """Return the fingerprint (model, layout, adapter, tenant ...) of an open space.
-
-        Args:
-            space: name of the space; "" for the service's own.
-        """
+        """Return the fingerprint (model, layout, adapter, tenant ...) of an open space."""
         return self._fingerprints[space]
 
     def tenant_of(self, space: str) -> str | None:
@@ -836,9 +829,5 @@ class Service:
         return self._parts.stats()
 
     def verify(self, *, num_leases: int = 0) -> list[str]:
-        """Recount leases, slots and states; return one sentence per difference found.
-
-        Args:
-            num_leases: number of leases that the caller holds.
-        """
+        """Return a sentence for each violated invariant; the caller holds `num_leases` leases."""
         return self._parts.verify(num_leases)

@@ -268,12 +268,9 @@ class Session:
     async def loaded(self, timeout_s: float) -> None:
         """Wait until the KV of every cached token is in the request's device blocks.
 
-        Args:
-            timeout_s: seconds to wait.
-
         Raises:
             TransferError: a load failed.
-            GateTimeoutError: a load did not end in time.
+            GateTimeoutError: a load did not end within `timeout_s` seconds.
         """
         request = self.request
         loads = self._service.scheduler.loads.of(request.block_table)
@@ -300,9 +297,6 @@ class Session:
     async def loaded_or_recovered(self, timeout_s: float) -> None:
         """Wait as `loaded` does, and call `recover` if a load fails.
 
-        Args:
-            timeout_s: seconds to wait.
-
         Raises:
             HandoffError: reason load_failed: the claim's policy does not allow computing.
             DeviceFailedError: the device has failed.
@@ -317,9 +311,6 @@ class Session:
 
     def check_may_compute(self, error: TransferError) -> None:
         """Check that the claim's policy lets the engine compute blocks that failed to load.
-
-        Args:
-            error: the error of the load.
 
         Raises:
             HandoffError: reason load_failed: the policy demands that the whole prompt is loaded.
@@ -456,9 +447,6 @@ class Session:
 
     async def stream(self, ticket_id: str) -> bool:
         """Start to publish the prompt while it is computed; `publish` completes its ticket.
-
-        Args:
-            ticket_id: id of the ticket.
 
         Returns:
             True if the publish runs; False if the settings do not allow it before the prompt's end.

@@ -466,12 +466,7 @@ class FileNotifier:
             self._threads = None
 
     async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
-        """Create and remove the file of a hint; an error or a slow disk loses the hint.
-
-        Args:
-            topic: name of a value.
-            message: up to 32 letters and digits.
-        """
+        """Create and remove the file of a hint; an error or a slow disk loses the hint."""
         path = self._directory / f"{_digest(topic)}.{check_message(message)}"
         # A hint that is lost, or hangs with the disk, only delays its reader.
         if self._threads is not None and self._num_notifying < _MAX_NOTIFYING:

@@ -230,17 +230,8 @@ class LayeredStore(StoreWrapper):
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         """Return one page of the far store's values, then of those that only the near store has.
 
-        Values that only the near store has can still be read, so an operator who wants to remove
-        all values must see them.
-
-        Args:
-            prefix: a name, or a name and a colon.
-            limit: largest number of values in the page, approximately; at least 1.
-            cursor: `cursor` of the previous page; None for the first page.
-
-        Raises:
-            StoreUnavailableError: the store does not answer.
-            BadRequestError: the cursor does not belong to this store, or the limit is below 1.
+        See `Store.list`. Values that only the near store has can still be read, so an operator who
+        wants to remove all values must see them.
         """
         check_prefix(prefix)
         check_limit(limit)

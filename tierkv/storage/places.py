@@ -173,8 +173,7 @@ class Places:
     def __init__(self, store: Store | None = None) -> None:
         """Create an object without attached stores.
 
-        Args:
-            store: the common store, which `running()` attaches; None for none.
+        `running()` attaches `store` as the common one.
         """
         self._first = store
         self._nothing = self._common = _Attached(_NoStore())
@@ -362,17 +361,7 @@ class Places:
         return sum(count for _, count in answers)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """Return one page of the values whose names start with `prefix`, store by store.
-
-        Args:
-            prefix: a name, or a name and a colon.
-            limit: largest number of values in the page, approximately; at least 1.
-            cursor: `cursor` of the previous page; None for the first page.
-
-        Raises:
-            StoreUnavailableError: a store does not answer.
-            BadRequestError: the cursor does not belong to this store, or the limit is below 1.
-        """
+        """Return one page of a listing, store by store; see `Store.list`."""
         index, _, inner = ("0", "", "") if cursor is None else cursor.partition("/")
         places = self._places
         if not (index.isascii() and index.isdecimal() and int(index) < len(places)):

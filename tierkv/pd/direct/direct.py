@@ -629,17 +629,6 @@ class Direct:
         return bool(self._pid) or self._engine is not None
 
     def offer(self, ticket_id: str, prompt: Prompt, ledger: TicketLedger) -> DirectAddress | None:
-        """Let claiming nodes read the blocks of a prompt here until the ticket has ended.
-
-        Args:
-            ticket_id: id of the ticket.
-            prompt: the prompt whose blocks are offered.
-            ledger: calls back when the ticket has ended.
-
-        Returns:
-            The address to write into the prompt's ticket and open ticket; None if other nodes
-                cannot read this node's memory.
-        """
         server = self._server
         if server is None or not self._is_plain(prompt.space):
             return None

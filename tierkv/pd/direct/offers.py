@@ -296,13 +296,6 @@ class Offers:
 
         A block that is damaged at a producer is fetched from storage, and not counted as damaged
         there.
-
-        Args:
-            keys: keys of the blocks.
-            slot_ids: int32 [len(keys)], the target slots.
-
-        Returns:
-            One outcome per key.
         """
         if not self._of:
             return await self._storage.fetch(keys, slot_ids)

@@ -214,11 +214,7 @@ class MooncakeSettings:
 
 
 def environment(settings: MooncakeSettings) -> dict[str, str]:
-    """Return the environment variables that Mooncake's package reads when a client is made.
-
-    Args:
-        settings: settings of the store.
-    """
+    """Return the environment variables that Mooncake's package reads when a client is made."""
     limit_s = settings.connect_timeout_s
     halt_s = str(settings.halt_s)
     return {

@@ -603,12 +603,7 @@ class MooncakeStore(BaseStore):
         return await self._writers.run(lambda: values.delete(names))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """Return how many of the values exist; Mooncake has no times to live.
-
-        Args:
-            names: names of the values.
-            ttl_s: seconds to live; without effect.
-        """
+        """Return how many of the values exist; Mooncake has no times to live."""
         check_ttl(ttl_s)
         return sum(await self.present(names))
 

@@ -137,15 +137,8 @@ class ClusterRouter:
     async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
         """Send the command `verb name more` for each name, and return the numbers in the replies.
 
-        Each master gets one request with its commands; all masters work at the same time.
-
-        Args:
-            verb: for example EXISTS or PEXPIRE.
-            names: the names.
-            more: arguments after each name.
-
-        Raises:
-            StoreUnavailableError: a server did not answer.
+        See `Router.each`. Each master gets one request with its commands; all masters work at the
+        same time.
         """
         answers = [0] * len(names)
         requests: list[tuple[list[int], WireRequest]] = []

@@ -77,12 +77,7 @@ class RedisNotifier:
             yield
 
     async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
-        """Send `message` to the listeners of `topic`; failures are not raised.
-
-        Args:
-            topic: name of a value.
-            message: up to 32 letters and digits.
-        """
+        """Send `message` to the listeners of `topic`; failures are not raised."""
         try:
             await self._publish(topic, check_message(message))
         except StoreUnavailableError as error:
