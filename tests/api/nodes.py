@@ -269,3 +269,12 @@ def clean_environ(folder: Path) -> dict[str, str]:
     """This process's environment without settings of tierkv, and with a cache of the test's own."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("TIERKV_")}
     return kept | {"XDG_CACHE_HOME": str(folder / "cache")}
+
+
+async def prefetched(client: Client, prefetch_id: str) -> Json:
+    """Return the answer about a prefetch once the prefetch is over."""
+    async with asyncio.timeout(10):
+        while True:
+            body: Json = (await client.get(f"/v1/prefetches/{prefetch_id}")).body
+            if body["state"] != "running":
+                return body

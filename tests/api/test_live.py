@@ -103,6 +103,16 @@ async def test_the_figures_are_those_of_metrics(on: Here) -> None:
     assert told['tierkv_missed_tokens_total{reason="never_stored"}'] > 0
 
 
+async def test_a_page_gets_all_kept_samples_and_the_names_whenever_they_change(on: Here) -> None:
+    for _ in range(3):
+        on.node.live.sample()
+    async with opened(on.client) as page:
+        await page.until("samples")
+        assert len(page.samples) >= 3
+        on.node.live.figures = lambda: {"tierkv_other": 1.0}
+        assert await page.until("names", 2) == ["tierkv_other"]
+
+
 @pytest.mark.promise("Open live pages neither delay a shutdown nor take unbounded memory.")
 async def test_streams_end_at_once_when_the_node_stops(tmp_path: Path) -> None:
     async with process(tmp_path) as child, opened(child.client) as page:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.api.nodes import Client, Here, compute, here
+from tests.api.nodes import Here, compute, here, prefetched
 from tests.latch import until
 from tierkv.api import pins, prefetches
 from tierkv.cache.keys import MediaItem, pack
@@ -18,15 +18,6 @@ from tierkv.storage.memory import MemorySettings, MemoryStore
 
 Json = dict[str, Any]
 TOKENS = list(range(40))
-
-
-async def prefetched(client: Client, prefetch_id: str) -> Json:
-    """Return the answer about a prefetch once the prefetch is over."""
-    async with asyncio.timeout(10):
-        while True:
-            body: Json = (await client.get(f"/v1/prefetches/{prefetch_id}")).body
-            if body["state"] != "running":
-                return body
 
 
 async def test_lookup_and_explain_tell_where_a_prompt_is(on: Here) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.api.nodes import Client, Here, compute, here, holding
+from tests.api.nodes import Client, Here, compute, here, holding, prefetched
 from tests.e2e.exact import text, truth
 from tests.gateway.scripted import Caller, listener
 from tests.latch import until
@@ -203,15 +203,6 @@ async def test_a_hint_to_fetch_ahead_of_a_turn_brings_its_blocks_to_the_host() -
         assert (matched["host"], matched["storage"]) == (40, 0)
         assert await num_hints(on.client) == (1, 0)
         await on.settle()
-
-
-async def prefetched(client: Client, prefetch_id: str) -> Json:
-    """Return the answer about a prefetch once the prefetch is over."""
-    async with asyncio.timeout(10):
-        while True:
-            body: Json = (await client.get(f"/v1/prefetches/{prefetch_id}")).body
-            if body["state"] != "running":
-                return body
 
 
 @pytest.mark.promise("Hints of unknown actions, versions and protocols are ignored and counted.")

@@ -77,20 +77,15 @@ def seeds() -> dict[str, list[bytes]]:
         "msgpack_body": [
             bytes([i]) + msgspec.msgpack.encode(some(kind)) for i, kind in enumerate(BODIES)
         ],
-        "tokens": [bytes(range(16))],
         "resp": [
             b"\xff\xff\5\0\0\0\1\2\3\4+OK\r\n$3\r\nabc\r\n$5\r\nhello\r\n:1\r\n$-1\r\n-ERR no\r\n"
         ],
         "value": [header + payload],
         "small_value": [b"TKVS\1\0\1\0" + bytes(40)],
-        "events": [
-            b"\3\5\7\x09event: tokens\ndata: {}\nid: 3-4\n\ndata: a\r\ndata: b\r\n\r\n: x\n\n"
-        ],
         "completion": [
             b'{"prompt": "a", "stop": ["b", "c"], "stream": true, "seed": 3}',
             b'{"prompt": [[1, 2], [3]], "max_tokens": 3, "temperature": 0.5, "logit_bias": {}}',
         ],
-        "stops": [b"\1\2\3\4ab\nxaabyab"],
         "redis_url": [
             b"rediss://user:pass@host:6379/3",
             b"redis+sentinel://a,b:1,[::1]:2/service/0",

@@ -15,9 +15,8 @@ import xxhash
 from tierkv.api import types
 from tierkv.api.settings import NodeSettings
 from tierkv.api.types import PromptBody, job_of
-from tierkv.cache.keys import Prompt, pack
+from tierkv.cache.keys import Prompt
 from tierkv.client.errors import read_problem
-from tierkv.client.streams import EventReader
 from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, TierKVError
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.openai import CompletionBody
@@ -38,7 +37,6 @@ from tierkv.storage.codec import (
 )
 from tierkv.storage.redis.resp import NotRedisError, Replies, Reply, TooLong, ValueLanded
 from tierkv.storage.redis.url import parse_redis_url
-from tierkv.tokenizers import StopFinder
 
 Target = Callable[[bytes], None]
 
@@ -90,11 +88,6 @@ def _body(content_type: str, data: bytes) -> None:
             packed = body.packed(_SPEC.tokenizer)
             if isinstance(body, types.GenerateBody | types.PrefillBody | types.DecodeBody):
                 job_of(body, _SPEC, "id", Prompt(packed, 16))
-
-
-def _tokens(data: bytes) -> None:
-    with suppress(BadRequestError):
-        assert pack(data) == data
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
@@ -157,33 +150,12 @@ def _small(data: bytes) -> None:
         assert codec.unseal_small("name", codec.seal_small("name", data)) == data
 
 
-def _events(data: bytes) -> None:
-    """However server-sent events are cut, they are the same."""
-    whole = list(EventReader().feed(data[4:]))
-    reader = EventReader()
-    assert [event for piece in _pieces(data) for event in reader.feed(piece)] == whole
-
-
 def _completion(data: bytes) -> None:
     with suppress(BadRequestError, InvalidRequestError):
         body = decode(data, CompletionBody, content_type=JSON)
         body.stops()
         for prompt in body.prompts(max_prompts=_MOST_PROMPTS, max_tokens=1000):
             assert packed_bytes(prompt) > 0
-
-
-def _stops(data: bytes) -> None:
-    """However a text is cut, it is shown up to the same stop."""
-    stop, _, text = data[4:].decode("latin-1").partition("\n")
-    if not stop:
-        return
-    whole, cut = StopFinder([stop, stop[:2]]), StopFinder([stop, stop[:2]])
-    shown = whole.feed(text) + whole.rest()
-    parts = [
-        cut.feed(piece.decode("latin-1")) for piece in _pieces(data[:4] + text.encode("latin-1"))
-    ]
-    assert "".join(parts) + cut.rest() == shown
-    assert stop not in shown
 
 
 def _url(data: bytes) -> None:
@@ -206,13 +178,10 @@ TARGETS: dict[str, Target] = {
     "worker_record": partial(_record, link.MAGIC, link.read),
     "json_body": partial(_body, JSON),
     "msgpack_body": partial(_body, MSGPACK),
-    "tokens": _tokens,
     "resp": _resp,
     "value": _value,
     "small_value": _small,
-    "events": _events,
     "completion": _completion,
-    "stops": _stops,
     "redis_url": _url,
     "problem": _problem,
     "auth_file": _auth_file,

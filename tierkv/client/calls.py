@@ -7,7 +7,7 @@ import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Generic, NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -104,18 +104,6 @@ _FIRST_ERROR = 300  # redirects are no answers of a node either
 _MAX_RETRY_AFTER_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Question(Generic[A]):
-    """The arguments of one call of `Calls.ask`."""
-
-    method: str
-    path: str
-    answer: type[A]
-    name: str | None = None
-    body: msgspec.Struct | None = None
-    query: str = ""
-
-
 class Calls:
     """Calls of a node's routes. Use it inside `running()`.
 
@@ -159,27 +147,26 @@ class Calls:
             RemoteError: The node has answered with an error.
             CallError: There is no answer.
         """
-        question = _Question(method, path, answer, name, body, query)
+        accept = "*/*" if answer is bytes else MSGPACK
+        raw, headers = _encoded(body, accept)
+        if name is not None:
+            path = path.replace("{id}", quote(name, safe=""))
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        async with deadline(limit_s, lambda: self._late(question, limit_s)) as scope:
-            return await self._attempts(question, scope)
-
-    async def _attempts(self, question: _Question[A], scope: asyncio.Timeout) -> A:
-        path, body, headers = self._prepared(question)
         attempt = 0
-        while True:
-            attempt += 1
-            try:
-                reply = await self._http.ask(question.method, path, body, headers)
-                return self._read(question, reply)
-            except TierKVError as error:
-                if not self._retries.allows(error, attempt):
-                    raise
-                pause_s = self._retries.pause_s(error, attempt)
-                until, now = scope.when(), asyncio.get_running_loop().time()
-                if until is not None and now + pause_s >= until:
-                    raise  # what is known now says more than a deadline later
-            await asyncio.sleep(pause_s)
+        async with deadline(limit_s, lambda: self._late(path, limit_s)) as scope:
+            while True:
+                attempt += 1
+                try:
+                    reply = await self._http.ask(method, path + query, raw, headers)
+                    return self._read(path, answer, reply)
+                except TierKVError as error:
+                    if not self._retries.allows(error, attempt):
+                        raise
+                    pause_s = self._retries.pause_s(error, attempt)
+                    until, now = scope.when(), asyncio.get_running_loop().time()
+                    if until is not None and now + pause_s >= until:
+                        raise  # what is known now says more than a deadline later
+                await asyncio.sleep(pause_s)
 
     @asynccontextmanager
     async def stream(
@@ -199,57 +186,33 @@ class Calls:
             RemoteError: The node has answered with an error.
             CallError: There is no answer.
         """
-        async with self._opened(_Question("POST", path, answer, body=body)) as events:
-            yield TokenStream(self._http.where, events, answer)
-
-    @asynccontextmanager
-    async def _opened(self, question: _Question[A]) -> AsyncIterator[Events]:
-        path, raw, headers = self._prepared(question)
-        headers["Accept"] = EVENT_STREAM
+        raw, headers = _encoded(body, EVENT_STREAM)
         limit_s = self._timeout_s
         async with AsyncExitStack() as stack:
-            async with deadline(limit_s, lambda: self._late(question, limit_s)):
+            async with deadline(limit_s, lambda: self._late(path, limit_s)):
                 response = await stack.enter_async_context(
-                    self._http.opened(question.method, path, raw, headers)
+                    self._http.opened("POST", path, raw, headers)
                 )
                 if response.content_type != EVENT_STREAM:
                     self._refuse(await self._http.whole(response))
-            yield Events(self._http.where, response, limit_s)
+            yield TokenStream(self._http.where, Events(self._http.where, response, limit_s), answer)
 
-    def _late(self, question: _Question[A], limit_s: float) -> DeadlineError:
-        where, path = self._http.where, question.path
-        return DeadlineError(f"{where} did not answer {path} within {limit_s:g} s")
+    def _late(self, path: str, limit_s: float) -> DeadlineError:
+        return DeadlineError(f"{self._http.where} did not answer {path} within {limit_s:g} s")
 
-    def _prepared(self, question: _Question[A]) -> tuple[str, Body | None, dict[str, str]]:
-        path = question.path
-        if question.name is not None:
-            path = path.replace("{id}", quote(question.name, safe=""))
-        accept = "*/*" if question.answer is bytes else MSGPACK
-        headers = {"Accept": accept}
-        if question.body is None:
-            return path + question.query, None, headers
-        headers["Content-Type"] = MSGPACK
-        try:
-            body = msgspec.msgpack.encode(_packed(question.body))
-        except OverflowError as error:
-            raise BadRequestError(
-                "a number of the request has more than 64 bits: nodes accept at most 64"
-            ) from error
-        return path + question.query, [body], headers
-
-    def _read(self, question: _Question[A], reply: Reply) -> A:
+    def _read(self, path: str, answer: type[A], reply: Reply) -> A:
         if reply.status >= _FIRST_ERROR:
             self._refuse(reply)
-        if question.answer is bytes:
+        if answer is bytes:
             return cast("A", reply.raw)
         try:
             if reply.content_type == MSGPACK:
-                return msgspec.msgpack.decode(reply.raw, type=question.answer)
+                return msgspec.msgpack.decode(reply.raw, type=answer)
             if reply.content_type == JSON:
-                return msgspec.json.decode(reply.raw, type=question.answer)
+                return msgspec.json.decode(reply.raw, type=answer)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise NotANodeError(
-                f"the answer of {self._http.where} to {question.path} cannot be read: {error}",
+                f"the answer of {self._http.where} to {path} cannot be read: {error}",
                 status=reply.status,
             ) from error
         raise self._stranger(reply)
@@ -274,6 +237,20 @@ def named(body: B) -> B:
     if getattr(body, "request_id", None) is not None:
         return body
     return replace(body, request_id=uuid4().hex)
+
+
+def _encoded(body: msgspec.Struct | None, accept: str) -> tuple[Body | None, dict[str, str]]:
+    """Return the parts of a call's body, and its headers."""
+    headers = {"Accept": accept}
+    if body is None:
+        return None, headers
+    headers["Content-Type"] = MSGPACK
+    try:
+        return [msgspec.msgpack.encode(_packed(body))], headers
+    except OverflowError as error:
+        raise BadRequestError(
+            "a number of the request has more than 64 bits: nodes accept at most 64"
+        ) from error
 
 
 def _packed(body: msgspec.Struct) -> msgspec.Struct:

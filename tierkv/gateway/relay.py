@@ -407,24 +407,19 @@ class Delivery:
         """Return those of `nodes` that may get requests and have not failed this prompt."""
         return usable(nodes, self.now(), self._failed)
 
-    def usable(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """Return the nodes that `fresh` returns.
-
-        If all have failed this prompt, give all a new chance.
-        """
-        if not (left := self.fresh(nodes)):
-            self._failed.clear()
-            left = self.fresh(nodes)
-        return left
-
     def some_of(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """Return at least one of `nodes`, chosen as by `usable`.
+        """Return at least one of `nodes`, chosen as by `fresh`.
+
+        If all have failed this prompt, all get a new chance.
 
         Raises:
             AttemptError: No node may get requests; the attempt is counted.
             GatewayError: It was the last attempt.
         """
-        if not (left := self.usable(nodes)):
+        if not (left := self.fresh(nodes)):
+            self._failed.clear()
+            left = self.fresh(nodes)
+        if not left:
             self.spend(
                 AttemptError("no node answers, or all nodes are shutting down: check the nodes")
             )
