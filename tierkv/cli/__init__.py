@@ -104,8 +104,8 @@ class _Commands(click.Group):
         with _in_a_sentence():
             return super().invoke(ctx)
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *self.later])
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's
+        return sorted(self.later)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """See `click.Group.get_command`; imports the command's module."""
@@ -125,14 +125,8 @@ class _Commands(click.Group):
 
         Uses the lines in `later`, without importing commands.
         """
-        rows = []
-        for name in self.list_commands(ctx):
-            if name in self.later:
-                rows.append((name, self.later[name][1]))
-            elif command := self.get_command(ctx, name):
-                rows.append((name, command.get_short_help_str(80)))
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl([(name, self.later[name][1]) for name in self.list_commands(ctx)])
 
 
 @click.group(cls=_Commands, epilog=_EPILOG)
