@@ -240,6 +240,20 @@ def test_a_claimer_fetches_what_is_saved_while_the_rest_is_computed(tmp_path: Pa
         assert consumer.holds(tokens, blocks_for(LONG))
 
 
+def test_a_prompt_counts_as_claimed_once_all_of_it_is_loaded(tmp_path: Path) -> None:
+    tokens, url = tokens_of(LONG), f"file://{tmp_path}"
+    with engine(url, write=NONE) as producer, engine(url, write=NONE) as consumer:
+        producer.save("p", tokens, blocks_for(LONG), ticket="t", first_tokens=[7])
+        assert isinstance(producer.published("p"), Published)
+        for key, fails, num_claimed in (("a", True, 0), ("b", False, 1)):
+            assert consumer.lookup(key, tokens, ticket="t").num_tokens == LONG
+            if fails:
+                consumer.latch.fail_next(Direction.LOAD)
+            assert bool(consumer.load(key, blocks_for(LONG))) is fails
+            stats = consumer.cache.stats().wait(PATIENCE_S)
+            assert stats.handoff.claimed_prompts == num_claimed
+
+
 @pytest.mark.parametrize("end", ["released", "closed", "failed"])
 def test_who_waits_for_a_prompt_that_is_not_saved_to_its_end_is_told_why(
     end: str, tmp_path: Path

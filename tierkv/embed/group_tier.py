@@ -277,8 +277,8 @@ class GroupTier:
             there: for each of them, True if storage has the block.
         """
         for at, is_there in zip(missing, there, strict=True):
-            key = lookup.keys[at]
-            if is_there and key.digest not in lookup.lost:
+            if is_there:
+                key = lookup.keys[at]
                 lookup.stored[at] = (key, key.num_tokens)
 
     async def _asks_for_tail(self, lookup: GroupLookup, at: int) -> bool:

@@ -489,7 +489,12 @@ class HostSide:
         async with self._room(self._max_needed(prompt)) as promise:
             promise.ticket = ticket
             bound = prompt.num_tokens if limit is None else min(limit, prompt.num_tokens)
-            promise.problem = await self._bring(prompt, keys, budget, promise, bound)
+            bringing = _Bringing(budget, promise)
+            is_one_group = not self._tiers or self._service.store is None
+            # A fetch of one group decides by itself whether storage is worth the wait.
+            bring = self._brought if is_one_group else self._bring_all_groups
+            problem = await bring(prompt, keys, bringing, bound)
+            promise.problem = problem if promise.num_tokens < prompt.num_tokens else None
             if not promise.num_tokens:  # there is nothing to give back, then
                 self._expire(promise)
             else:
@@ -681,33 +686,6 @@ class HostSide:
             for number, lookup in lookups.items()
         ]
         return longest_of_all(valid, bound)
-
-    async def _bring(
-        self,
-        prompt: Prompt,
-        keys: Sequence[StoredKey],
-        budget: Budget,
-        promise: HostPromise,
-        bound: int,
-    ) -> str | None:
-        """Fetch missing blocks, and hold the longest beginning that every group has then.
-
-        Args:
-            prompt: the prompt to look up.
-            keys: keys of the blocks that a ticket lists; () without a ticket.
-            budget: the time that the lookup may wait for storage.
-            promise: gets the held blocks.
-            bound: largest number of tokens to hold.
-
-        Returns:
-            Reason why it is not the whole prompt; None if nothing went wrong.
-        """
-        bringing = _Bringing(budget, promise)
-        if not self._tiers or self._service.store is None:  # a fetch of one group decides by itself
-            problem = await self._brought(prompt, keys, bringing, bound)
-        else:
-            problem = await self._bring_all_groups(prompt, keys, bringing, bound)
-        return None if promise.num_tokens == prompt.num_tokens else problem
 
     async def _bring_all_groups(
         self, prompt: Prompt, keys: Sequence[StoredKey], bringing: _Bringing, bound: int

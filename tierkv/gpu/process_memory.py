@@ -39,10 +39,6 @@ class RemotePiece:
     num_bytes: int
 
 
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
 class NotPermittedError(TransferError):
     """The kernel forbids this process to read the other process's memory; do not retry."""
 
@@ -62,20 +58,8 @@ def read(pid: int, pieces: Sequence[RemotePiece]) -> None:
         TransferError: a byte could not be read, for example because the process has ended; the
             content of the targets is then undefined.
     """
-    libc = _libc()
-    for at in range(0, len(pieces), _MAX_PIECES):
-        some = pieces[at : at + _MAX_PIECES]
-        count = len(some)
-        ours = (_IoVec * count)(*[_IoVec(piece.ours, piece.num_bytes) for piece in some])
-        theirs = (_IoVec * count)(*[_IoVec(piece.theirs, piece.num_bytes) for piece in some])
-        came = libc.process_vm_readv(pid, ours, count, theirs, count, 0)
-        if came < 0:
-            code = ctypes.get_errno()
-            kind = NotPermittedError if code in (errno.EPERM, errno.ENOSYS) else TransferError
-            raise kind(f"the memory of process {pid} cannot be read: {os.strerror(code)}")
-        expected = sum(piece.num_bytes for piece in some)
-        if came != expected:
-            raise TransferError(f"only {came} of {expected} bytes of process {pid} could be read")
+    rows = [(piece.ours, piece.theirs, piece.num_bytes) for piece in pieces]
+    _copy(pid, *np.array(rows, np.uint64).reshape(-1, 3).T)
 
 
 def copy_here(
@@ -91,18 +75,29 @@ def copy_here(
     Raises:
         TransferError: the kernel refused the copy.
     """
+    _copy(os.getpid(), targets, sources, sizes)
+
+
+def _copy(
+    pid: int,
+    targets: npt.NDArray[np.uint64],
+    sources: npt.NDArray[np.uint64],
+    sizes: npt.NDArray[np.uint64],
+) -> None:
     pieces = np.empty((2, len(sizes), 2), np.uint64)
     pieces[0, :, 0], pieces[1, :, 0] = targets, sources
     pieces[:, :, 1] = sizes
-    copy, pid = _libc().process_vm_readv, os.getpid()
+    copy = _libc().process_vm_readv
     for at in range(0, len(sizes), _MAX_PIECES):
         ours, theirs = pieces[:, at : at + _MAX_PIECES]
-        count = len(ours)
+        count, expected = len(ours), int(ours[:, 1].sum())
         came = copy(pid, ours.ctypes.data, count, theirs.ctypes.data, count, 0)
-        if came != int(ours[:, 1].sum()):
-            code = ctypes.get_errno() if came < 0 else errno.EFAULT
+        if came < 0:
+            code = ctypes.get_errno()
             kind = NotPermittedError if code in (errno.EPERM, errno.ENOSYS) else TransferError
-            raise kind(f"{count} pieces of memory were not copied: {os.strerror(code)}")
+            raise kind(f"the memory of process {pid} cannot be read: {os.strerror(code)}")
+        if came != expected:
+            raise TransferError(f"only {came} of {expected} bytes of process {pid} could be read")
 
 
 @cache
