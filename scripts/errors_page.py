@@ -1,4 +1,4 @@
-"""docs/errors.md, made from the code: HTTP problems, reasons of hand-offs, log lines at ERROR.
+"""docs/errors.md, made from the code: HTTP problems and reasons of hand-offs.
 
 python scripts/errors_page.py        write the page
 
@@ -24,8 +24,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 CODE = ROOT / "tierkv"
 
-_SEVERE = ("error", "exception", "critical")
-_LEVELS = ("warning", *_SEVERE)
+_LEVELS = ("warning", "error", "exception", "critical")
 _NAME_WORDS = 2  # of a text that is a name, not a sentence
 
 _INTRO = """# Error messages
@@ -35,7 +34,8 @@ _INTRO = """# Error messages
 Over HTTP an error is `application/problem+json`: a status, a stable `code`, a `title`, and a
 `detail` that names the value and the remedy ([HTTP](http.md)). On the command line an error is one
 sentence on stderr, with exit code 1. In Python every error is a `TierKVError`, and its class says
-what the caller can do. The documentation site has every sentence in `reference/messages.html`."""
+what the caller can do. The documentation site has every error sentence and log line in
+`reference/messages.html`."""
 
 _HTTP = """## HTTP problems
 
@@ -207,11 +207,6 @@ def page() -> str:
     reason_table = "\n".join(
         f"| {status} `{reason}` | {_cell(meaning)} |" for status, reason, meaning in reason_rows()
     )
-    lines: dict[str, list[str]] = defaultdict(list)
-    for one in sentences():
-        if one.what in _SEVERE:
-            lines[one.file.parts[1].removesuffix(".py")].append(_quoted(one.text))
-    log = "\n".join(f"- {folder}: {'; '.join(texts)}" for folder, texts in lines.items())
     parts = [
         _INTRO,
         _HTTP,
@@ -219,7 +214,6 @@ def page() -> str:
         _HANDOFF,
         f"| status and reason | meaning and remedy |\n| --- | --- |\n{reason_table}",
         _LOG,
-        log,
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -89,7 +89,7 @@ class TextPrompts:
     shown_characters = 60
 
     def __init__(self, text: str | None, max_tokens: int | None) -> None:
-        self._text = _document("document.md") if text is None else text
+        self._text = _document("document.txt") if text is None else text
         self.num_tokens = len(self._text.encode())
         self.max_tokens = 48 if max_tokens is None else max_tokens
 
@@ -128,7 +128,7 @@ class ChatPrompts:
     def __init__(self, model: Path, text: str | None, max_tokens: int | None) -> None:
         self._tokenizer: ModelTokenizer = read_tokenizer(model)
         self.question = _QUESTION if text is None else ""
-        document = _document("lighthouse.md") if text is None else text
+        document = _document("lighthouse.txt") if text is None else text
         self._text = f"{document}\n{self.question}".rstrip()
         self.max_tokens = 32 if max_tokens is None else max_tokens
         self.room_tokens = max(2 * self.max_tokens, self.gateway_tokens) + _TURN_TOKENS

@@ -314,7 +314,11 @@ PROBLEMS = {
         "The body's encoding is not supported",
         "Send the body as it is, or with Content-Encoding gzip or deflate.",
     ),
-    417: ("unknown_expectation", "Unknown expectation", "Of Expect, only 100-continue is known."),
+    417: (
+        "unknown_expectation",
+        "Unknown expectation",
+        "The header Expect may only be 100-continue.",
+    ),
     431: ("headers_too_large", "The headers are too large", "Send fewer or shorter headers."),
     500: ("internal_error", "tierkv has a bug", "The log of this node has the details."),
     505: ("http_version_not_supported", "Another version of HTTP", "Speak HTTP/1.1 or HTTP/1.0."),
