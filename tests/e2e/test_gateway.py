@@ -133,22 +133,22 @@ class Fleet:
             answer: dict[str, Any] = await response.json(content_type=None)
         return answer
 
-    async def routed(self, how: str) -> float:
-        name = f'tierkv_gateway_routed_total{{how="{how}"}}'
+    async def counted(self, name: str, label: str) -> float:
+        """The sum of a metric's values that have the label."""
         async with self.http.get(self.gateway.url + "/metrics") as response:
             lines = (await response.text()).splitlines()
-        return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-    async def broken_attempts(self) -> float:
-        """How often a node broke off in the middle of something."""
-        async with self.http.get(self.gateway.url + "/metrics") as response:
-            lines = (await response.text()).splitlines()
-        name = "tierkv_gateway_failed_attempts_total"
         return sum(
             float(line.rpartition(" ")[2])
             for line in lines
-            if line.startswith(name) and 'why="node_failed"' in line
+            if line.startswith(f"tierkv_gateway_{name}_total{{") and label in line
         )
+
+    async def routed(self, how: str) -> float:
+        return await self.counted("routed", f'how="{how}"')
+
+    async def broken_attempts(self) -> float:
+        """How often a node broke off in the middle of something."""
+        return await self.counted("failed_attempts", 'why="node_failed"')
 
     async def settle(self, names: Sequence[str]) -> None:
         """These nodes run nothing any more, and their books are in order."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +13,8 @@ from tierkv.api.settings import Role
 from tierkv.cache.keys import pack
 from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError
+from tierkv.gateway.calls import NodeCalls, _Probe
+from tierkv.gateway.failures import AttemptError
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
 from tierkv.gateway.routing import PrefixMemory
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
@@ -164,3 +169,35 @@ def test_a_password_in_a_nodes_url_is_refused_and_not_repeated(url: str) -> None
 def test_no_nodes_or_one_twice_is_a_wrong_setting(section: GatewaySection) -> None:
     with pytest.raises(ConfigError):
         Nodes(section, HEALTH)
+
+
+class Answers:
+    """Calls to a node that answers, or does not answer, its probes."""
+
+    fails = False
+
+    async def identity(self, _: BackendNode) -> tuple[None, str]:
+        if self.fails:
+            raise AttemptError("no answer")
+        return None, ""
+
+    async def trouble(self, _: BackendNode) -> str:
+        return ""
+
+
+async def test_waits_end_after_unanswered_probes_in_a_row_and_not_before() -> None:
+    health = HealthSection(probe_timeout_s=0.001, gone_after_probes=2)
+    nodes, answers = Nodes(GatewaySection(both="http://n"), health), Answers()
+    [one] = nodes.all
+    probe = _Probe(one, nodes, cast("NodeCalls", answers), health)
+
+    async def wait() -> None:
+        async with one.within(60.0):
+            for answers.fails in (True, False, True, True):
+                await asyncio.sleep(0.002)  # a wait that was ended raises here
+                await probe.once()
+            await asyncio.sleep(10.0)
+
+    with pytest.raises(TimeoutError):
+        await wait()
+    assert one.num_failures == 2

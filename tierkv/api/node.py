@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ from tierkv.api.pins import PinBook
 from tierkv.api.prefetches import Prefetches
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer, PromptBody
-from tierkv.cache.keys import Fingerprint, MediaItem, Prompt
+from tierkv.cache.keys import MediaItem, Prompt
 from tierkv.clock import SystemClock
 from tierkv.engine import EngineSpec, NodeEngine
 from tierkv.errors import ShuttingDownError
@@ -83,7 +83,9 @@ class Node:
         )
         self.service = Service(
             self.device,
-            external.sizes.fingerprint if external else self._own_fingerprint(),
+            external.sizes.fingerprint
+            if external
+            else self.spec.fingerprint(settings.cache.tenant),
             settings.cache,
             settings.handoff,
             store or _open_store(settings, environ),
@@ -92,7 +94,10 @@ class Node:
             other_groups=external.sizes.other_groups() if external else (),
             kv_events=settings.events,
         )
-        self._engine = None if self._spec is None else self._opened(self._spec)
+        self._engine: NodeEngine | None = None
+        if self._spec is not None:
+            with self.device.computing():
+                self._engine = self._spec.open(self.service)
         self._working = Working(
             lambda: ShuttingDownError(
                 f"this node {self._why_ends('was stopped')} before the request was done"
@@ -111,13 +116,6 @@ class Node:
         self.live = LiveFeed()
         self.started_at = time.time()
         self.has_started = False
-
-    def _opened(self, spec: EngineSpec) -> NodeEngine:
-        with self.device.computing():
-            return spec.open(self.service)
-
-    def _own_fingerprint(self) -> Fingerprint:
-        return self.spec.fingerprint(self.settings.cache.tenant)
 
     @property
     def has_engine(self) -> bool:
@@ -162,10 +160,11 @@ class Node:
             StoreUnavailableError: The store does not answer.
             ConfigError: The store cannot be used.
         """
+        external = self._external
         try:
             async with (
                 self.service.running(),
-                self._engines(),
+                external.running(self.service) if external else self.engine.running(),
                 self.prefetches.running(),
                 self.heartbeat.running(),
                 self.live.running(),
@@ -178,13 +177,6 @@ class Node:
                     await self.idle(grace_s=0)
         finally:
             self.device.close()
-
-    def _engines(self) -> AbstractAsyncContextManager[object]:
-        return (
-            self.engine.running()
-            if self._external is None
-            else self._external.running(self.service)
-        )
 
     async def verify(self) -> list[str]:
         """Recount blocks and leases, also those of attached engines.
