@@ -477,18 +477,35 @@ def test_another_prompt_under_a_key_is_saved_whole_and_one_that_grew_goes_on(gro
         assert on.holds(second, [7, 8, 9])
 
 
-def test_the_same_tokens_of_another_image_are_another_prompt() -> None:
+def test_a_load_that_was_cancelled_holds_nothing_and_may_be_made_again() -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with engine() as on:
+        on.save("a", tokens, [0, 1])
+        assert on.lookup("b", tokens) == Found(2 * BLOCK)
+        plan = on.cache.load("b", [[5, 6]])
+        assert plan is not None
+        on.cache.cancel(plan)
+        assert on.cache.fence([5, 6]) == ()
+        assert on.lookup("b", tokens) == Found(2 * BLOCK)
+        assert on.load("b", [5, 6]) == ()
+        assert on.holds(tokens, [5, 6])
+        assert on.cache.reset().wait(PATIENCE_S) == 0
+
+
+def test_the_same_tokens_of_another_image_or_space_are_another_prompt() -> None:
     tokens = tokens_of(3 * BLOCK)
 
     def showing(image: bytes, num_tokens: int) -> Prompt:
         return Prompt.of(tokens[:num_tokens], BLOCK, [MediaItem(1, 2, image * 16)])
 
+    last = showing(b"b", 3 * BLOCK)
     with engine() as on:
         plans = []
         for prompt, num_new in (
             (showing(b"a", 2 * BLOCK), 2),
             (showing(b"b", 2 * BLOCK), 2),
-            (showing(b"b", 3 * BLOCK), 1),  # which goes on
+            (last, 1),  # which goes on
+            (Prompt(last.tokens, BLOCK, last.extras, "another space"), 3),
         ):
             plan = on.cache.save("a", prompt, [[*range(prompt.num_blocks)]])
             assert plan is not None

@@ -16,7 +16,7 @@ from tests.pd.direct_producer import claim, no_leases, producer
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Ids, SharedPlanes
 from tierkv.pd.direct.landing import OpenPlanes
-from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.settings import HandoffSettings
 from tierkv.storage.factory import StoreSettings, open_store
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -83,17 +83,6 @@ async def test_a_prompt_goes_from_one_gpu_to_another(url: str) -> None:
             await no_leases(other)
 
 
-@pytest.mark.parametrize("way", ["memory", "off"])
-async def test_a_node_that_may_not_reads_another_way(url: str, way: str) -> None:
-    async with claimer(url, direct=DirectPath(way)) as node:
-        with on_gpu(url) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node, COUNT)
-            found = counts(node)
-            assert "device" not in found
-            assert found.get("memory", 0) + found["storage"] == BLOCKS + 1
-
-
 def hooked(
     monkeypatch: pytest.MonkeyPatch, before: Callable[[], None], after: Callable[[], None]
 ) -> None:
@@ -129,26 +118,6 @@ async def test_a_producer_that_is_killed_is_no_loss(
             await asyncio.to_thread(other.publish, COUNT, "again")
             await claim(node, COUNT, "again")
             assert counts(node)["device"] == BLOCKS
-
-
-async def test_a_producer_that_loses_patience_in_the_middle_is_not_believed(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It lets go of the blocks while they are read, and computes others into the same memory."""
-    async with claimer(url) as node:
-        with on_gpu(url, direct_lease_s=0.2) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-
-            def rewrite() -> None:
-                while other.state()["leases"]:
-                    pass
-                other.publish(COUNT, "other", base=10_000)
-                other.publish(COUNT, "more", base=20_000)
-                other.publish(COUNT, "yet more", base=30_000)
-
-            hooked(monkeypatch, rewrite, lambda: None)
-            await claim(node, COUNT)
-            assert counts(node) == FROM_STORAGE
 
 
 async def test_a_producer_that_ends_in_order_while_it_is_open_here_harms_nobody(url: str) -> None:
