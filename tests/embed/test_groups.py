@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.embed.test_engine_cache import ask
 from tests.faulty import FaultyStore
-from tests.latch import PATIENCE_S, CopyLatch
+from tests.latch import EVERY, PATIENCE_S, CopyLatch
 from tests.redis_server import PATIENT, redis_server
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind, longest_of_all, slots_of
@@ -531,6 +531,20 @@ def test_a_request_that_goes_while_it_waits_for_the_store_leaves_nothing(
         store.release()
         assert on.findings() == []
         on.check("stays", text, 32)
+
+
+def test_a_fetch_that_failed_is_no_problem_if_the_host_has_the_whole_prompt_by_then() -> None:
+    text = tokens_of(32)
+    with filled([FULL], [text], policy=FetchPolicy.WAIT_COMPLETE) as (on, store):
+        store.hold()
+        assert on.cache.lookup("a", on.prompt(text)) is None
+        on.until(lambda: store.num_held > 0)
+        on.save(text)
+        store.fail_next(EVERY)
+        store.release()
+        assert on.lookup("a", text) == Found(32)
+        on.cache.release("a")
+        store.fail_next(0)
 
 
 class Counting(StoreWrapper):
