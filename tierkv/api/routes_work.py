@@ -25,6 +25,7 @@ from tierkv.api.types import (
     SamplingBody,
     TokenizeAnswer,
     TokenizeBody,
+    TokensEvent,
     job_of,
     with_texts,
 )
@@ -38,25 +39,6 @@ from tierkv.http.problems import UnknownIdError, WrongRoleError, log_if_unexpect
 from tierkv.http.route import Route
 from tierkv.tasks import task_group
 from tierkv.tokenizers import AnswerDecoder, Tokenizer
-
-
-class TokensEvent(msgspec.Struct, frozen=True):
-    """The next tokens of a stream.
-
-    The last event may have no tokens. Its text is then the rest of an unfinished character.
-
-    Attributes:
-        tokens: Tokens that follow those of the events before.
-        text: Text that is complete with these tokens.
-        pieces: Text of each token, empty in the middle of a character; nodes of earlier versions
-            send none.
-        logprobs: Log probabilities of each token; null if the request does not ask for them.
-    """
-
-    tokens: Sequence[int]
-    text: str
-    pieces: Sequence[str] = ()
-    logprobs: Sequence[Logprobs | None] | None = None
 
 
 class _Stream:

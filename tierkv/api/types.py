@@ -377,6 +377,25 @@ def with_texts(
     )
 
 
+class TokensEvent(msgspec.Struct, frozen=True):
+    """The next tokens of a stream.
+
+    The last event may have no tokens. Its text is then the rest of an unfinished character.
+
+    Attributes:
+        tokens: Tokens that follow those of the events before.
+        text: Text that is complete with these tokens.
+        pieces: Text of each token, empty in the middle of a character; nodes of earlier versions
+            send none.
+        logprobs: Log probabilities of each token; null if the request does not ask for them.
+    """
+
+    tokens: Sequence[int]
+    text: str
+    pieces: Sequence[str] = ()
+    logprobs: Sequence[Logprobs | None] | None = None
+
+
 class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The generated tokens.
 

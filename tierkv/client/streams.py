@@ -10,7 +10,7 @@ from typing import Generic, Self, TypeVar
 import msgspec
 from aiohttp import ClientResponse
 
-from tierkv.api.routes_work import TokensEvent
+from tierkv.api.types import TokensEvent
 from tierkv.client.errors import BrokenOffError, DeadlineError, NotANodeError, remote_error
 from tierkv.client.http import translated
 from tierkv.http.problems import Problem

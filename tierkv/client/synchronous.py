@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from tierkv.api.routes_work import TokensEvent
+from tierkv.api.types import TokensEvent
 from tierkv.client.asynchronous import AsyncClient
 from tierkv.client.calls import Retries
 from tierkv.client.errors import BrokenOffError, CallError
