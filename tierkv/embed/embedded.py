@@ -1,7 +1,7 @@
 """The whole cache service in a thread of an engine's process, driven by calls that never block.
 
-Arguments are checked on the engine's own thread. A value of the wrong kind is then raised where it
-was passed; on the service's thread it would be an unexpected error, which stops the service.
+Arguments are checked on the engine's own thread, so an argument of the wrong kind is an error of
+the caller. On the service's thread it would stop the service.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ log = logging.getLogger(__name__)
 
 
 class Embedded:
-    """A service in a thread of its own, and the requests of an engine that embeds it.
+    """A cache service in a thread of its own, and the requests of the engine that embeds it.
 
     Every method but `open`, `close` and `wait` returns within some tens of microseconds, from any
     thread. Most return a `Call`, whose result comes later. Calls about one request run in the order
-    in which they were made. Look at each call, or collect finished calls with `poll`, once per step
-    of the engine. An argument of the wrong kind raises BadRequestError in the caller's thread, and
-    nothing has happened.
+    in which they were made. Check each call, or collect finished calls with `poll`, once per step
+    of the engine. If an argument is of the wrong kind, the method raises BadRequestError and makes
+    no call.
 
     Tokens are given as packed bytes (int32, little-endian), which is the fastest; as a list of
     ints, which the caller's thread packs in 8 ns a token; or as a `Prompt`, which also has images
-    and other media and the space (adapter, tenant) that its blocks belong to.
+    and other media, and the adapter and tenant whose blocks it may share.
 
     Args:
         build: makes the service, with its device and its store, on the service's own thread.
@@ -83,14 +83,14 @@ class Embedded:
     def close(self, deadline_s: float | None = None) -> None:
         """Refuse new calls, wait for running calls, end every request, and wait for copies.
 
-        Any thread may call this any number of times.
+        The method may be called from any thread, and more than once.
 
         Args:
             deadline_s: seconds to wait; None for `EmbedSettings.close_deadline_s`.
 
         Raises:
             CloseTimeoutError: the service was still closing after the deadline.
-            TierKVError: the service had ended with this error.
+            TierKVError: the service had already stopped because of this error.
         """
         self._thread.close(deadline_s)
 
@@ -101,9 +101,9 @@ class Embedded:
 
     @property
     def service(self) -> Service:
-        """The service, of which an engine may read `planes`, `device` and `fingerprint`.
+        """The service. An engine may read its `planes`, `device` and `fingerprint`.
 
-        Only the service's own thread may call its methods.
+        Its methods may be called on the service's own thread only.
         """
         return self._thread.service
 
@@ -123,15 +123,15 @@ class Embedded:
 
     @property
     def calls(self) -> Exchange:
-        """All open calls."""
+        """The calls that run, and the finished calls whose result was not read yet."""
         return self._thread.exchange
 
     # Requests
 
     def lookup(self, tokens: Tokens | Prompt) -> Call[Lookup]:
-        """Look up which of the prompt's tokens are on which tier right now.
+        """Look up how many of the prompt's tokens are cached on each tier now.
 
-        Nothing is changed or held, so the answer may be outdated at once.
+        The blocks are not protected from eviction, so they may be gone when the result is read.
         """
         prompt = _frozen(tokens)
         return self.run("lookup", lambda service: service.lookup(_prompt(service, prompt)))
@@ -148,9 +148,9 @@ class Embedded:
     ) -> Call[Admitted]:
         """Allocate device blocks for a request, and load the cached part of the prompt into them.
 
-        While there is no room, requests wait in fair order. If some cached blocks do not load, the
-        request is admitted all the same, and `Admitted.failed_blocks` names them. A call that is
-        refused or cancelled leaves nothing behind.
+        While there is no room, requests wait in fair order. If some cached blocks cannot be loaded,
+        the request is admitted all the same, and `Admitted.failed_blocks` names them. If the call
+        is refused or cancelled, it leaves no block allocated.
 
         Args:
             request_id: id of the request.
@@ -158,7 +158,7 @@ class Embedded:
             max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
             uses_cache: False to compute every token and cache none.
             priority: requests with a higher priority are admitted first.
-            until: state at which the call is done.
+            until: state of the request at which the call is done.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -195,20 +195,18 @@ class Embedded:
         deadline_s: float | None = None,
         sampling: Mapping[str, str] | None = None,
     ) -> Call[Admitted]:
-        """Wait for a prompt that another node publishes, and load all its tokens.
-
-        See `Session.claim`.
+        """Wait for the ticket of a prompt that another node computes, and load the prompt's blocks.
 
         Args:
             request_id: id of the request.
-            ticket_id: id of the ticket, under which the other node publishes the prompt.
+            ticket_id: id under which the other node publishes the prompt.
             tokens: the prompt.
             max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
-            policy: WHOLE needs all tokens of the prompt; with RECOMPUTE `cached_tokens` may be
-                fewer, and the engine computes the rest.
+            policy: with WHOLE, the call fails unless all tokens of the prompt are loaded. With
+                RECOMPUTE, `cached_tokens` may be fewer, and the engine computes the rest.
             deadline_s: seconds to wait for the ticket; None for the service's setting.
             sampling: this engine's rules of choosing tokens, as for `publish`. A ticket with other
-                rules is refused as incompatible, and the refusal names the difference.
+                rules is refused as incompatible, and the error names the difference.
 
         Returns:
             A call with the request's blocks and the ticket.
@@ -253,7 +251,8 @@ class Embedded:
     def extend(self, request_id: str, num_tokens: int) -> Call[Admitted]:
         """Allocate blocks for more tokens of a request; the result has the longer block table.
 
-        The call is refused with OutOfBlocksError if this request should be preempted to make room.
+        The call fails with OutOfBlocksError if there is no room and this request is the one to
+        preempt.
 
         Args:
             request_id: id of a running request.
@@ -271,15 +270,15 @@ class Embedded:
         return self._in_turn("extend", request_id, work)
 
     def recover(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[Admitted]:
-        """Give a request other blocks after a load failed, and fill them with what is still cached.
+        """Give a request new blocks after a load failed, and load the tokens that are still cached.
 
-        The result names the tokens to compute. Tokens that were not committed are lost. Only needed
-        with Until.ADMITTED: with Until.LOADED the admission does it itself. If the call is refused,
-        `abort` the request.
+        The result names the tokens to compute. Tokens that were not committed are lost. Only a
+        request admitted with Until.ADMITTED needs this call. If the call fails, `abort` the
+        request.
 
         Args:
             request_id: id of the request.
-            after: events of the kernels that may still use the blocks that the request had.
+            after: events of the kernels that may still use the old blocks.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -294,7 +293,7 @@ class Embedded:
         return self._in_turn("recover", request_id, work)
 
     def preempt(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Release the request's blocks until it is resumed.
+        """Release the device blocks of a request until `resume`.
 
         Committed tokens stay cached if there is room.
 
@@ -313,12 +312,12 @@ class Embedded:
     ) -> Call[Admitted]:
         """Allocate blocks for a preempted request, and load its tokens that are still cached.
 
-        A request whose call is cancelled stays preempted, and can be resumed again or aborted.
+        If the call is cancelled, the request stays preempted and can be resumed or aborted.
 
         Args:
             request_id: id of the preempted request.
             max_new_tokens: number of tokens beyond the committed ones to reserve blocks for.
-            until: state at which the call is done.
+            until: state of the request at which the call is done.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -341,18 +340,18 @@ class Embedded:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
     ) -> Call[Published]:
-        """Store the committed prompt, and a ticket by which another node can claim it.
+        """Store the committed prompt, then a ticket with which another node can claim the prompt.
 
-        An `end` may follow at once: it waits for the publish. The call is refused with
-        DuplicateRequestError if a ticket of this id for another prompt is still valid.
+        `end` may be called at once: it waits until the prompt is stored. The call fails with
+        DuplicateRequestError if there is a valid ticket of this id for another prompt.
 
         Args:
             request_id: id of the request.
             ticket_id: id of the ticket.
             first_tokens: the tokens that follow the prompt.
             after: events of the kernels that wrote the blocks.
-            sampling: the rules by which `first_tokens` were chosen, in the engine's own words.
-                Rules that choose equal tokens must be equal texts.
+            sampling: the rules by which `first_tokens` were chosen, as texts that the claiming
+                engine compares with its own.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -374,7 +373,9 @@ class Embedded:
         return self._in_turn("publish", request_id, work)
 
     def end(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Release the request's blocks after all earlier calls. Committed tokens stay cached.
+        """Release the request's blocks after all earlier calls about it.
+
+        Committed tokens stay cached.
 
         Args:
             request_id: id of the request.
@@ -390,14 +391,14 @@ class Embedded:
         )
 
     def abort(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[bool]:
-        """End the request in any state; its running calls are refused with AbortedError.
+        """End the request in any state; its running calls fail with AbortedError.
 
         Args:
             request_id: id of the request.
             after: events of kernels that may still use the blocks.
 
         Returns:
-            A call whose result is True if there was such a request.
+            A call with the result False if there was no such request, True otherwise.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -419,7 +420,10 @@ class Embedded:
         return self.run("stats", work)
 
     def verify(self) -> Call[list[str]]:
-        """Recount slots, leases and tasks; the call's result is a sentence for each fault."""
+        """Recount slots, leases and tasks.
+
+        The call's result is a sentence for each fault, [] for none.
+        """
 
         async def work(service: Service) -> list[str]:
             return service.verify()
@@ -439,16 +443,7 @@ class Embedded:
     def _in_turn(
         self, kind: str, request_id: str, work: Callable[[Session], Awaitable[T]]
     ) -> Call[T]:
-        """Run `work` on the request's session, after all earlier calls about the request.
-
-        Args:
-            kind: name of the method that makes the call.
-            request_id: id of the request.
-            work: called with the session.
-
-        Raises:
-            BadRequestError: `request_id` is not a text.
-        """
+        """Run `work` on the request's session, after all earlier calls about the request."""
         check_text(request_id=request_id)
 
         async def job(_: Service) -> T:
@@ -478,10 +473,6 @@ def _prompt(service: Service, tokens: bytes | Prompt) -> Prompt:
 
 
 def _packed(tokens: Tokens) -> bytes:
-    """Return the tokens as bytes. Bytes are returned as they are.
-
-    The service's thread checks them.
-    """
     return tokens if isinstance(tokens, bytes) else pack(tokens)
 
 
@@ -495,7 +486,7 @@ class _Waitable(Protocol):
 
 
 def check_text(**values: str) -> None:
-    """Check that named arguments are texts that can be written as UTF-8, for names in storage.
+    """Check that named arguments are texts that can be encoded as UTF-8.
 
     Raises:
         BadRequestError: an argument is not such a text; the error names it.
@@ -576,7 +567,7 @@ def events(after: Sequence[Event]) -> tuple[Event, ...]:
 
 
 def token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """Return an immutable copy of `values`, as plain integers.
+    """Return a copy of `values` as a tuple of ints.
 
     Args:
         name: name of the argument, for the error.
@@ -596,11 +587,11 @@ def token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 
 def texts(name: str, values: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a copy of a mapping of texts; empty for None.
+    """Return a copy of a mapping from text to text; {} for None.
 
     Args:
         name: name of the argument, for the error.
-        values: the mapping, from text to text.
+        values: the mapping.
 
     Raises:
         BadRequestError: a key or a value is not a text.

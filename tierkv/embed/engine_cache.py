@@ -1,19 +1,19 @@
-"""The cache for an engine that owns its device blocks: its own block pool and block tables.
+"""Host and Storage tiers for an engine that has its own device blocks and block tables.
 
-The tiers are Host and Storage. The cache never assumes that a block is still on the device.
+The cache never assumes that a block is still on the device.
 
     engine's thread                     service's thread              engine's thread, in each rank
-    lookup(key)  ask again, Found  <--  asks storage, holds the
-                                        found blocks on the host
+    lookup(key)  call again, Found <--  fetches blocks from storage,
+                                        leases them on the host
     load(key, blocks)  Plan  ------------ in the engine's own step ->  start_loads(plan, after)
     save(key, blocks)  Plan  ------------ in the engine's own step ->  start_saves(plan, after)
     poll(finished)  <--------------------------------------------- -   finished()
-                                   -->  saved blocks become visible,
-                                        are stored and published
+                                   -->  lookups find saved blocks;
+                                        they are stored and published
 
-A plan lists host slots and device blocks to copy between. The engine records an event where it
-starts the copies of a plan, and the copies wait for that event. So a save never copies what a later
-step writes.
+A plan lists the host slots and device blocks to copy between. The engine records an event on its
+stream where it starts the copies of a plan, and the copies wait for this event: a save never copies
+what a later step writes.
 """
 
 from __future__ import annotations
@@ -78,18 +78,19 @@ _MAX_CALLS = 1 << 20  # only this cache makes calls, and promises are bounded
 
 @dataclass(slots=True)
 class Found:
-    """The result of a lookup: the blocks that can be loaded. Immutable once returned.
+    """The result of a lookup: the blocks that can be loaded. Immutable.
 
     Attributes:
-        num_tokens: number of tokens that can be loaded beyond those that the engine has.
-        first_tokens: tokens that follow the prompt, from the ticket of a handed-over prompt.
+        num_tokens: number of tokens that can be loaded, beyond those that the engine has.
+        first_tokens: tokens that follow the prompt, from the ticket of a prompt that another node
+            computed.
         problem: reason why there are not more tokens; None if nothing went wrong.
         blocks: for each cache group, positions in the prompt of the blocks to load, counted in the
             group's own block size.
-        num_there: number of the prompt's leading tokens on the host, those that the engine has
-            included.
-        storage_tokens: number of the last tokens that came from storage for this lookup; 0 from a
-            NodeHost.
+        num_there: number of the prompt's leading tokens on the host, including those that the
+            engine has.
+        storage_tokens: number of tokens at the end of those found that were fetched from storage
+            for this lookup; 0 if the cache has a NodeHost.
     """
 
     num_tokens: int
@@ -105,9 +106,9 @@ class Polled:
     """The copies and publishes that have ended since the last poll.
 
     Attributes:
-        loaded: keys of requests whose load has ended, each with () after success. After a failure,
-            with the positions in the prompt of each group's blocks.
-        saved: keys of requests of which no save runs any more: their device blocks may be reused.
+        loaded: keys of requests whose load has ended. Each comes with () after success; after a
+            failure, with the positions in the prompt of each group's blocks.
+        saved: keys of requests without a running save: their device blocks may be reused.
         stored: by key, the number of blocks that lookups find from now on.
         published: by key, the published ticket, or the error that prevented it.
     """
@@ -121,7 +122,7 @@ class Polled:
 class LocalHost:
     """The host tier in this process, on a thread of its own.
 
-    `NodeHost` is the same for a host tier in another process.
+    `NodeHost` has the same methods for a host tier in another process.
 
     Args:
         build: makes the service, on the thread.
@@ -149,12 +150,9 @@ class LocalHost:
     def open(self, _fingerprint: Fingerprint, _groups: Sequence[CacheGroup]) -> None:
         """Start the thread, and return when the host memory is allocated.
 
-        Both arguments exist because `NodeHost.open` has them; here `sizes` has their values
-        already.
-
         Args:
-            _fingerprint: ignored.
-            _groups: ignored.
+            _fingerprint: ignored; `sizes` has the fingerprint.
+            _groups: ignored; `sizes` has the groups.
 
         Raises:
             ConfigError: a setting is wrong, or there is no room.
@@ -199,16 +197,16 @@ class LocalHost:
 
     @property
     def names(self) -> HostNames | None:
-        """The engine's names of the blocks that the index has on the host.
+        """The engine's names of the host blocks that are in the index.
 
-        The value is None without an index.
+        None if no cache group is of full attention: then there is no index.
         """
         return self._side.names
 
     def close(self) -> None:
         """Release all blocks and slots of the engine, and end the thread.
 
-        The ranks must have stopped copying before.
+        The caller makes sure that the ranks have stopped copying.
         """
         try:
             self.call(HostSide.give_back).wait(_CLOSE_S)
@@ -237,15 +235,6 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class _Publish:
-    """A publish that runs: a prompt is being stored for another node to claim.
-
-    Attributes:
-        ticket: id of the ticket, the record by which the other node finds the prompt.
-        number: number of the publish on the service's side.
-        first_tokens: tokens that follow the prompt; None until all blocks of the prompt were passed
-            to `save`.
-    """
-
     ticket: str
     number: int
     first_tokens: tuple[int, ...] | None = None
@@ -259,18 +248,18 @@ class _RequestState:
         prompt: the prompt of its lookups.
         ticket: id of the ticket whose prompt the lookups wait for; None without one.
         call: the lookup that runs; None without one.
-        promise: the blocks that are held on the host for its load; None without any.
+        promise: the host blocks that are protected from eviction for its load; None without any.
         nothing: the result of a lookup that found no block, which is returned again until
             `asks_again_at`; None otherwise.
         asks_again_at: time of the monotonic clock, in seconds.
-        limit: largest number of tokens that lookups may find, since a load of later tokens failed;
-            None for no limit.
+        limit: largest number of tokens that lookups may find, set after a load of later tokens
+            failed; None for no limit.
         saved: by cache group, the number of leading blocks of `saved_of` that are saved or being
             saved.
         saved_of: the prompt of its saves.
         num_saves: number of saves that run.
         publish: the running publish; None without one.
-        published: id of the last ticket that is complete; None without one.
+        published: id of the last published ticket; None without one.
         is_of_old: True if the cache was reset since the request began: no block of the request is
             saved.
     """
@@ -311,9 +300,6 @@ class _RequestState:
 
         It no longer holds for a preempted request: the request has lost its own tokens, and the
         host may have some of their blocks.
-
-        Args:
-            have_tokens: number of leading tokens that the engine has now.
         """
         nothing = self.nothing
         is_so = nothing is not None and have_tokens >= nothing.num_there
@@ -322,16 +308,16 @@ class _RequestState:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A plan of one request that ranks carry out.
+    """A running plan: copies for one request that the ranks carry out.
 
     Attributes:
         key: key of the request.
         known: state of the request.
         prompt: the prompt whose blocks are copied.
         plan: the plan that the ranks get.
-        parts: the plan's blocks, for each cache group that has any.
-        missing: ranks that have not reported the plan's end.
-        promise: the held blocks of a load; None for a save.
+        parts: the plan's blocks, one entry for each cache group that has any.
+        missing: numbers of the ranks that have not reported the plan's end.
+        promise: the protected host blocks of a load; None for a save.
         problem: the first failure that a rank reported; None without one.
     """
 
@@ -349,7 +335,8 @@ class EngineCache:
     """Host and storage tiers for an engine that owns its device blocks.
 
     All methods but `open`, `close` and `read_events` must be called by one thread, that of the
-    engine's scheduler. They take microseconds and do no I/O. A key names a request of the engine.
+    engine's scheduler. They take microseconds and do no I/O. In all methods, `key` is the engine's
+    name of a request.
     """
 
     def __init__(  # noqa: PLR0913 - what a service is made of
@@ -372,28 +359,30 @@ class EngineCache:
         """Build the cache; `open` starts it.
 
         Args:
-            fingerprint: identity of the engine's blocks; engines with equal ones share stored
-                blocks.
+            fingerprint: identity of the engine's blocks; engines with equal fingerprints share
+                stored blocks.
             groups: cache groups of the engine's layers, in the engine's order. The fingerprint's
                 layout, and the block size of every prompt, are those of the first group of full
                 attention.
             host_bytes: bytes of the host tier.
-            cache: rules of the tiers; their sizes are replaced: `host_bytes`, and no device tier.
-            node: another process with the tiers, which has its own memory, store, events and rules.
+            cache: rules of the tiers. Sizes in it are ignored: the host tier has `host_bytes`, and
+                there is no device tier.
+            node: connection to another process that has the host tier, the store, events and rules;
+                None to have them in this process.
             store: makes the store, on the service's thread; returns None for a host tier alone.
             planes: device blocks of a rank in this process; `poll` then collects the rank's
                 reports.
-            ranks: socket that gives ranks in other processes their host slots.
+            ranks: socket over which ranks in other processes get their host slots.
             settings: limits of the host tier.
             handoff: settings of tickets.
             storage: options of the storage tier.
-            kv_events: addresses that events of cached blocks are published at, with the engine's
-                own hashes if it passes them as external ids.
+            kv_events: addresses at which events of cached blocks are published. The events carry
+                the engine's own hashes if the engine passes them as external ids.
             name: name of this node.
 
         Raises:
             ConfigError: the groups are not those of the fingerprint, there is no room for two
-                blocks of each, or the ranks' layouts together are not the groups' layout.
+                blocks of each group, or the ranks' layouts together are not the groups' layout.
         """
         self.groups = as_groups(groups)
         self._main = main_group(self.groups)
@@ -484,9 +473,7 @@ class EngineCache:
         self.close()
 
     def open(self) -> None:
-        """Start the service's thread, or connect to the node.
-
-        Return when the host memory is mapped.
+        """Start the service's thread or connect to the node, and return when host memory is mapped.
 
         Raises:
             ConfigError: a setting is wrong, there is no room, or there is no node.
@@ -541,19 +528,20 @@ class EngineCache:
     ) -> Found | None:
         """Return the tokens of `prompt` beyond `have_tokens` that can be loaded.
 
-        The result is None while there is no answer: ask again in the next step. The lookup needs no
-        device block, and may find the whole prompt. Found blocks are promised: the cache holds them
-        on the host until they are loaded, `release` is called or the promise expires. All promises
-        together are bounded, so the answer is also None while there is no room for one more.
+        The result is None while the search runs, or while too many host blocks are protected for
+        other requests: call again in the next step. A lookup needs no device block, and may find
+        the whole prompt. Found blocks stay on the host until they are loaded, `release` is called,
+        or `promise_ttl_s` is over.
 
         Args:
             key: name of the request.
             prompt: prompt of the request.
             have_tokens: number of leading tokens that the engine has in device blocks.
             ticket: id of a ticket to wait for, with all blocks that it names; None for no ticket.
-            promise_ttl_s: seconds until the promise expires; None for the setting.
+            promise_ttl_s: seconds for which found blocks are protected from eviction; None for the
+                setting.
             external_ids: for each cache group, the engine's names of the prompt's blocks from the
-                first on; events about blocks that this lookup fetches repeat them.
+                first on; they are copied into the events about blocks that this lookup fetches.
 
         Raises:
             BadRequestError: external ids are not given for each cache group.
@@ -605,15 +593,10 @@ class EngineCache:
         promise_ttl_s: float,
         names: Sequence[Sequence[ExternalId | None]],
     ) -> HostPromise | None:
-        """Return the promise (the blocks held on the host) of a request's lookup.
+        """Return the host blocks that a request's lookup has found and protected from eviction.
 
-        The result is None until the promise is made. After a failed lookup it is None too, and
-        `known.nothing` has the reason.
-
-        Args:
-            known: the request.
-            promise_ttl_s: seconds until the promise expires.
-            names: for each cache group, the engine's names of the prompt's blocks.
+        The result is None while the lookup runs, and after a failed lookup; `known.nothing` then
+        has the reason.
         """
         call = known.call
         if call is None:
@@ -645,17 +628,17 @@ class EngineCache:
 
     @property
     def sees_host(self) -> bool:
-        """True if `num_on_host` and `num_saved` can answer.
+        """True if `num_on_host` and `num_saved` can be called.
 
-        They need the host tier in this process, and a cache group of full attention.
+        False if the host tier is in another process, or if no cache group is of full attention.
         """
         return self._host.names is not None
 
     def num_on_host(self, names: Sequence[ExternalId]) -> int:
-        """Return the number of a prompt's leading blocks that a lookup would find on the host now.
+        """Return the number of a prompt's leading blocks that are on the host now.
 
-        The answer comes at once, without the service's thread. A block counts only if its name was
-        given when it was saved, or to `name_blocks`.
+        The answer does not wait for the service's thread. Only blocks whose name was passed to
+        `save` or `name_blocks` are counted.
 
         Args:
             names: the engine's names of the prompt's blocks in the first group of full attention,
@@ -674,7 +657,8 @@ class EngineCache:
         """Return the number of a prompt's leading blocks that are on the host or being saved.
 
         Args:
-            names: as for `num_on_host`.
+            names: the engine's names of the prompt's blocks in the first group of full attention,
+                from the first block on.
         """
         known, keeping, being_saved = self._host.names, self._keeping, self._being_saved
         if known is None:
@@ -706,25 +690,25 @@ class EngineCache:
         block_ids: Sequence[Sequence[int]],
         first_blocks: Sequence[int] = (),
     ) -> Plan | None:
-        """Return the plan that copies the blocks promised by `lookup` into device blocks.
+        """Return a plan that copies the host blocks found by `lookup` into device blocks.
 
-        A promise serves one load. A partial block is loaded as a whole block, of which only the
+        Each lookup allows one load. A partial block is copied as a whole block, of which only the
         first tokens are right.
 
         Args:
             key: key of the request.
             block_ids: for each cache group, the engine's device blocks for the positions from
                 `first_blocks` on, NO_BLOCK for a position that is not to be loaded. `Found.blocks`
-                has the promised positions.
+                has the positions that can be loaded.
             first_blocks: for each cache group, the position of its first entry; () for 0 in all
                 groups.
 
         Returns:
-            None if the promise has expired, or there is nothing to load.
+            None if the found blocks are no longer protected, or there is nothing to load.
 
         Raises:
             DeviceFailedError: a rank is lost.
-            BadRequestError: a position was not promised.
+            BadRequestError: `lookup` did not find a block at one of the positions.
         """
         self._check_ranks()
         known = self._known.get(key)
@@ -762,13 +746,13 @@ class EngineCache:
         first_tokens: Sequence[int] = (),
         external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> Plan | None:
-        """Return the plan that copies computed blocks of `prompt` to the host.
+        """Return a plan that copies computed blocks of `prompt` to the host.
 
         A partial last block is copied too. Lookups find the blocks once the copies are done. Blocks
-        that this request has saved are skipped, so a caller may pass all its blocks in each step. A
-        block without a free host slot is not saved, nor are later blocks of its group. If the
-        prompt neither continues the one saved under the key before nor is a beginning of it, the
-        key counts as a new request, and the old one is released first.
+        that this request has saved before are skipped, so a caller may pass all its blocks in each
+        step. If there is no free host slot for a block, neither this block nor later blocks of its
+        group are saved. A key whose new prompt and saved prompt differ within their common length
+        counts as a new request: the old request is released first.
 
         Args:
             key: key of the request.
@@ -777,13 +761,13 @@ class EngineCache:
                 `first_blocks` on, NO_BLOCK for a position without a block.
             first_blocks: for each cache group, the position of its first entry; () for 0 in all
                 groups.
-            ticket: id under which the prompt is published to other engines, from the first save
-                with it on: they fetch saved blocks while the rest is computed. The save that
-                reaches the prompt's end in the first group of full attention is the last; `poll`
-                then returns the ticket. None to publish nothing.
+            ticket: id under which the prompt is published to other engines; None to publish
+                nothing. Other engines can fetch saved blocks while the rest is computed. The save
+                that reaches the prompt's end in the first group of full attention is the last one,
+                and `poll` then returns the ticket.
             first_tokens: tokens that follow the prompt, given with the last save.
-            external_ids: for each cache group, the engine's name of each of its entries; events
-                repeat them.
+            external_ids: for each cache group, the engine's name of each of its entries; they are
+                copied into events.
 
         Returns:
             None if there is nothing to copy.
@@ -867,14 +851,9 @@ class EngineCache:
         positions: Sequence[int],
         blocks: array[int],
     ) -> _Part | None:
-        """Return the blocks of one group to copy, with reserved host slots; None if there are none.
+        """Reserve host slots for the given blocks of one group.
 
-        Args:
-            known: the request.
-            prompt: the tokens of the blocks.
-            group: number of the cache group.
-            positions: positions of the given blocks in the prompt.
-            blocks: device block of each position.
+        Return what to copy, None for nothing.
         """
         full = prompt.num_tokens // self.groups[group].block_size
         saved = known.saved.get(group, 0)
@@ -893,14 +872,13 @@ class EngineCache:
         return _Part(group, positions[:count], blocks[:count], slots)
 
     def join(self, plans: Sequence[Plan]) -> Plan:
-        """Return one plan that carries out all the given saves.
+        """Return one plan with the copies of all the given saves, to be given to the ranks instead.
 
-        Ranks are given this plan instead of `plans`: one copy costs them less than many. If the
-        copy fails, all of the saves have failed.
+        Ranks start one large copy faster than many small ones. If the copy fails, all of the saves
+        have failed.
 
         Args:
-            plans: plans of `save`, one or more, that have not been joined or given to a rank
-                before.
+            plans: one or more plans of `save` that have not been joined or given to a rank before.
         """
         if len(plans) == 1:
             return plans[0]
@@ -934,12 +912,7 @@ class EngineCache:
     def _given(
         self, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
     ) -> list[tuple[int, Sequence[int], array[int]]]:
-        """Return number, positions and device blocks of each cache group that has any blocks.
-
-        Raises:
-            BadRequestError: the arguments do not have one entry for each cache group, or a position
-                is negative.
-        """
+        """Return number, positions and device blocks of each cache group that has any blocks."""
         if len(block_ids) != len(self.groups) or len(first_blocks) not in (0, len(block_ids)):
             raise BadRequestError(
                 "block_ids and first_blocks must have one entry for each of "
@@ -970,7 +943,7 @@ class EngineCache:
         return first + len(block_ids[main]) >= prompt.num_blocks + bool(prompt.tail_tokens)
 
     def cancel(self, plan: Plan) -> None:
-        """Cancel a plan that no rank has received.
+        """Cancel a plan that was given to no rank.
 
         Blocks of a cancelled load may be looked up again, blocks of a cancelled save may be saved
         again.
@@ -1004,9 +977,9 @@ class EngineCache:
         return tuple(block for block in block_ids if any(block in one for one in touched))
 
     def release(self, key: str) -> None:
-        """Release all that is held for a request. Further calls do nothing.
+        """Release everything that the cache has for a request. Further calls do nothing.
 
-        Running saves continue, and their blocks are kept.
+        Running saves continue, and their blocks stay cached.
         """
         self._release(key, "the request ended before its whole prompt was saved")
 
@@ -1020,7 +993,10 @@ class EngineCache:
         self._end_lookup(known)
 
     def end_lookup(self, key: str) -> None:
-        """Release the blocks that a request's lookup holds. Its saves and its publish continue."""
+        """Stop protecting the blocks that a request's lookup has found.
+
+        The request's saves and its publish continue.
+        """
         known = self._known.get(key)
         if known is not None:
             self._end_lookup(known)
@@ -1038,7 +1014,7 @@ class EngineCache:
         """Return the copies and publishes that have ended since the last call.
 
         Args:
-            finished: reports of ranks in other processes.
+            finished: reports of ranks in other processes about plans that they have finished.
         """
         for report in finished:
             self._report(report)
@@ -1060,7 +1036,7 @@ class EngineCache:
     # What is known of all
 
     def hold_calls(self) -> None:
-        """Collect later calls to the service's thread until `flush` sends them.
+        """Collect later calls to the service's thread until `flush` sends them together.
 
         Waking the thread once in a step costs the engine less than waking it for each call.
         """
@@ -1073,7 +1049,7 @@ class EngineCache:
     def wait(self, timeout_s: float) -> bool:
         """Block until a call to the service has been answered, or for `timeout_s` seconds.
 
-        For an engine that has nothing else to do. Call `poll` before.
+        Meant for an engine that has nothing else to do. Call `poll` before.
 
         Returns:
             True if a call has been answered.
@@ -1081,7 +1057,9 @@ class EngineCache:
         return self._host.calls.wait(timeout_s)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record the engine's speed, which decides between fetching and computing.
+        """Record the engine's speed.
+
+        Later lookups compare the time of fetching with that of computing.
 
         Args:
             num_tokens: number of prompt tokens computed.
@@ -1090,21 +1068,20 @@ class EngineCache:
         self._host.call(HostSide.note_prefill, num_tokens, seconds)
 
     def keep_session(self, session: str, prompt: Prompt, ttl_s: float) -> None:
-        """Keep the blocks of a conversation's last turn on the host, for its next turn.
-
-        These blocks are evicted after all others.
+        """Evict the blocks of a conversation's last turn after all other host blocks, for a time.
 
         Args:
-            session: id of the session (a conversation).
+            session: id of the conversation.
             prompt: the turn's prompt and answer, which were saved before.
-            ttl_s: seconds to keep the blocks; 0 to end the session.
+            ttl_s: seconds until the blocks are evicted like others; 0 to end the session now.
         """
         self._host.call(HostSide.keep_session, session, prompt, ttl_s)
 
     def read_events(self) -> list[CacheEvent]:
-        """Return the events of cached blocks since the last call. Any thread may call.
+        """Return the events of cached blocks since the last call. Thread-safe.
 
-        If too many events came in between, the oldest are missing, as a gap in their numbers shows.
+        Events are numbered. If there were too many, the oldest are missing, and the numbers have a
+        gap.
         """
         return self._host.take_events()
 
@@ -1112,11 +1089,11 @@ class EngineCache:
         return self._host.call(HostSide.stats)
 
     def reset(self) -> Call[int]:
-        """Remove all blocks from the host that no request holds.
+        """Remove from the host all blocks that no request uses.
 
-        Storage keeps its values. Running saves are dropped, and so is every later save of a request
-        that has looked up or saved before, until the engine releases that request. Tickets of such
-        requests are not published.
+        Stored values stay in storage. The results of running saves are thrown away, and nothing
+        more is saved for a request that has looked up or saved before, until the engine releases
+        that request. Tickets of such requests are not published.
 
         Returns:
             A call whose result is the number of blocks left on the host.
@@ -1134,10 +1111,10 @@ class EngineCache:
         return self._host.call(HostSide.forget)
 
     def verify(self) -> Call[list[str]]:
-        """Recount host slots, leases (references against eviction) and promises (held blocks).
+        """Recount host slots, leases, and blocks protected for loads.
 
         Returns:
-            A call whose result is a sentence for each fault; empty if the counts are right.
+            A call whose result is a sentence for each fault; [] if the counts are right.
         """
         return self._host.call(HostSide.verify)
 
@@ -1151,15 +1128,7 @@ class EngineCache:
         parts: list[_Part],
         promise: HostPromise | None = None,
     ) -> Plan:
-        """Make the plan of a load or a save, and expect each rank's report of it.
-
-        Args:
-            key: key of the request.
-            known: state of the request.
-            prompt: the tokens of the blocks.
-            parts: the blocks to copy, by group.
-            promise: the held blocks of a load; None for a save.
-        """
+        """Make the plan of a load or a save, and expect each rank's report of it."""
         blocks = b"".join([part.blocks for part in parts])
         slots = b"".join([part.slots for part in parts])
         counts: tuple[int, ...] = ()
@@ -1183,8 +1152,7 @@ class EngineCache:
     def _fail_lost(self, lost: dict[int, str]) -> None:
         """Count the plans that lost ranks cannot finish as failed.
 
-        Args:
-            lost: by number of a lost rank, the reason.
+        `lost` has the reason by rank.
         """
         for step in list(self._steps.values()):
             for rank in step.missing & lost.keys():
@@ -1201,7 +1169,6 @@ class EngineCache:
                 self._end(step)
 
     def _end(self, step: _Step) -> None:
-        """End a plan after the report of its last rank."""
         del self._steps[step.plan.number]
         self._joined.pop(step.plan.number, None)
         self._touched = None
@@ -1267,10 +1234,7 @@ class EngineCache:
             self._polled.saved.append(step.key)
 
     def _finish_if_saved(self, known: _RequestState) -> None:
-        """Complete the publish of a request, if its whole prompt was passed to saves and none runs.
-
-        The service has all blocks by then, since earlier calls are done first.
-        """
+        """Publish the ticket of a request, if its whole prompt is saved and no save runs."""
         publish = known.publish
         if publish is None or publish.first_tokens is None or known.num_saves:
             return
@@ -1280,7 +1244,7 @@ class EngineCache:
         self._host.call(HostSide.finish, number, first_tokens)
 
     def _keep_copied(self) -> None:
-        """Make the blocks that were copied since the last time findable, with one call for all."""
+        """Let lookups find the blocks that were copied since the last call."""
         if self._copied:
             copied, self._copied = self._copied, []
             call = self._host.call(HostSide.keep, [what for _, what in copied])
@@ -1333,17 +1297,10 @@ class EngineCache:
 def _slices_of(
     whole: Layout, shards: Sequence[Layout], storage: StorageOptions | None
 ) -> Sequence[Layout]:
-    """Return the ranks' layouts if blocks of `whole` are stored in one part per rank, otherwise ().
+    """Return the ranks' layouts if a block is stored in one part per rank, otherwise ().
 
-    The result is () if `whole` is already the ranks' layouts side by side, or the same as each.
-
-    Args:
-        whole: the layout of a whole block.
-        shards: the layout of each rank's part.
-        storage: options of the storage tier, with the rule that cuts a block into parts.
-
-    Raises:
-        ConfigError: the ranks' layouts are not those that the rule makes of `whole`.
+    The result is () if a block of `whole` is already the ranks' parts side by side, or if each rank
+    has the whole block.
     """
     if len(shards) < 2 or whole.digest in (shards[0].digest, side_by_side(shards).digest):  # noqa: PLR2004 - one rank has all
         return ()

@@ -1,8 +1,8 @@
 """Calls from an engine's threads to the service's thread: made at once, answered later.
 
-An engine's thread takes no lock and never waits when it makes a call or polls. A lock held by
-another thread would cost it the GIL, and up to a switch interval (5 ms) to get the GIL back. Every
-step below is one operation on a dict or deque, which no other thread can interrupt.
+An engine's thread takes no lock and never waits when it makes a call or polls: waiting for a lock
+would cost it the GIL, and up to a switch interval (5 ms) to get the GIL back. Every step below is
+one operation on a dict or deque, which no other thread can interrupt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class QueueFullError(TierKVError):
-    """Too many calls are open: collect finished calls with `poll`, and call again."""
+    """There are too many open calls: collect finished calls with `poll`, and call again."""
 
 
 class AbortedError(TierKVError):
@@ -39,15 +39,15 @@ class Answer(Enum):
 
 
 class Call(Generic[T]):
-    """One call to the service, and later its result. Any thread may look at it.
+    """One call to the service, and later its result. Thread-safe.
 
     Attributes:
         number: number of the call in its exchange.
-        kind: name of the method that made the call.
+        kind: name of the method that makes the call.
         request_id: id of the request that the call is about; "" for none.
         span: tracing context of the caller, under which the work is traced; None without tracing.
         answer: state of the call.
-        error: reason of a refused call; None otherwise.
+        error: the error of a failed call; None otherwise.
     """
 
     __slots__ = ("_bell", "_callbacks", "_exchange", "_result", "answer", "error", "kind", "number",
@@ -70,10 +70,10 @@ class Call(Generic[T]):
         return self.answer is not Answer.ASK_AGAIN
 
     def result(self) -> T:
-        """Return the result. `poll` does not return the call any more.
+        """Return the result. `poll` does not return the call after this.
 
         Raises:
-            TierKVError: the call was refused with this error.
+            TierKVError: the call failed with this error.
             GateTimeoutError: the call is not done.
         """
         if self.answer is Answer.ASK_AGAIN:
@@ -93,7 +93,7 @@ class Call(Generic[T]):
 
         Raises:
             GateTimeoutError: the call is not done after `timeout_s` seconds; it continues.
-            TierKVError: the call was refused.
+            TierKVError: the call failed with this error.
         """
         bell = threading.Event()
         self.when_done(bell.set)
@@ -107,10 +107,10 @@ class Call(Generic[T]):
     async def finished(self) -> T:
         """Wait for the result on the engine's own event loop.
 
-        A cancel ends the wait, not the call.
+        If the wait is cancelled, the call continues.
 
         Raises:
-            TierKVError: the call was refused.
+            TierKVError: the call failed with this error.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -132,22 +132,22 @@ class Call(Generic[T]):
         """Call `wake` once the call is done, at once if it is done already.
 
         Args:
-            wake: must be quick and must not raise. Called on this thread or on the service's.
+            wake: called on this thread or on the service's; must be quick and must not raise.
         """
         self._callbacks.append(wake)
         if self.is_done:
             self.run_callbacks()
 
     def cancel(self) -> None:
-        """Cancel the call, unless it is done; all that it holds is released."""
+        """Cancel the call, unless it is done, and release everything that it has acquired."""
         self._exchange.cancel(self)
 
     def settle(self, result: T | None, error: TierKVError | None) -> None:
-        """Set the answer. Only the exchange calls this.
+        """Set the result or the error of the call. Only the exchange calls this.
 
         Args:
             result: the result of a call that succeeded.
-            error: the reason of a refused call; None for success.
+            error: the error of a call that failed; None for success.
         """
         self._result = result
         self.error = error
@@ -155,7 +155,7 @@ class Call(Generic[T]):
         self.run_callbacks()
 
     def run_callbacks(self) -> None:
-        """Run each callback of `when_done` once, on the first thread that gets here."""
+        """Run each callback of `when_done` that has not been run yet."""
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()
@@ -171,18 +171,17 @@ Work = Callable[..., Any]
 
 
 class Exchange:
-    """All open calls of an engine: calls without an answer, and finished calls not yet polled.
+    """The open calls of an engine: those that run, and finished ones with an unread result.
 
-    With `holds` set, new calls are only collected, and `flush` sends them. An engine then wakes the
-    service's thread once in a step instead of once for each call, which takes 30 us each. A method
-    that waits for a call flushes first.
+    With `holds` set, new calls are only collected, and `flush` sends them together. Waking the
+    service's thread takes 30 us. A method that waits for a call flushes first.
 
     Attributes:
-        failure: error with which new calls are refused; None while calls are accepted.
+        failure: error with which new calls fail; None while calls are accepted.
         holds: True to collect new calls until `flush`.
 
     Args:
-        max_calls: number of open calls beyond which new calls are refused.
+        max_calls: number of open calls beyond which new calls fail.
         wake: makes the service's thread call `pop_work`; must not block.
     """
 
@@ -203,8 +202,8 @@ class Exchange:
     def submit(self, kind: str, request_id: str, work: Work) -> Call[Any]:
         """Make a call.
 
-        The call is refused at once, and `poll` never returns it, if too many calls are open or the
-        service has ended.
+        If too many calls are open or the service has ended, the call fails at once, and `poll`
+        never returns it.
 
         Args:
             kind: name of the method that makes the call.
@@ -233,7 +232,7 @@ class Exchange:
         return call
 
     def flush(self) -> None:
-        """Wake the service's thread if there are calls or cancels for it."""
+        """Wake the service's thread if there are calls to start or to cancel."""
         if self._inbox or self._cancels:
             self._wake()
 
@@ -263,7 +262,7 @@ class Exchange:
                 return False
 
     def pop(self, call: Call[Any]) -> None:
-        """Remove a finished call whose result is read, so that `poll` does not return it."""
+        """Remove a finished call whose result was read, so that `poll` does not return it."""
         self._finished.pop(call.number, None)
 
     def cancel(self, call: Call[Any]) -> None:
@@ -308,14 +307,14 @@ class Exchange:
         return list(self._pending.values())
 
     def refuse(self, error: TierKVError) -> None:
-        """Refuse every later call with `error`; calls without an answer continue."""
+        """Make every new call fail with `error`; running calls continue."""
         if self.failure is None:
             self.failure = error
 
     def fail(self, error: TierKVError) -> None:
-        """Refuse with `error` every call without an answer, and every later call.
+        """Make every running call and every new call fail with `error`.
 
-        After `refuse`, later calls keep the error that was given there.
+        After `refuse`, new calls still fail with the error given to `refuse`.
         """
         self.refuse(error)
         for call in self.pending():
@@ -323,9 +322,9 @@ class Exchange:
         self._bell.set()
 
     def fork(self, error: TierKVError) -> None:
-        """Refuse all calls in a forked child process, which has no service thread.
+        """Make all calls fail in a forked child process, which has no service thread.
 
-        No lock is touched, since a thread of the parent process may have held it at the fork.
+        No lock is used, because a thread of the parent process may have held it at the fork.
         """
         self.failure = error
         for call in self.pending():

@@ -3,13 +3,13 @@
     an engine's scheduler                              the node, `tierkv serve --engine external`
     EngineCache(node=NodeHost(path))     -- hello ---> the first engine decides the kind of blocks
     its ranks map the same memory        <- memory --- one host tier, one store
-    lookup, load, save: as without node  -- calls ---> promises, slots for saves, tickets
-    its end, or death                    -- EOF -----> all that it held is released
+    lookup, load, save: as without node  -- calls ---> found blocks, slots for saves, tickets
+    its end, or death                    -- EOF -----> the engine's blocks and slots are released
 
-An engine calls its `HostSide` in the node over a Unix socket; the rest of an `EngineCache` and the
-ranks stay in the engine's process. Each process of the engine that may copy holds one end of a
-socket pair. The node gives the engine's host slots to others only after the last of these processes
-has closed its end.
+An engine calls the node's `HostSide` over a Unix socket; the rest of its `EngineCache` and its
+ranks stay in the engine's process. Each process of the engine that may copy has one end of a socket
+pair open. The node gives the engine's host slots to other engines only after the last of these
+processes has closed its end.
 """
 
 from __future__ import annotations
@@ -120,14 +120,14 @@ class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
 class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
     """The node's answer to an engine: sizes of the host slots, with file descriptors of the memory.
 
-    There is one descriptor for each cache group, and one more, an end of a socket pair: while a
-    process holds that end, it may copy.
+    There is one file descriptor for each cache group, and one for an end of a socket pair: a
+    process that may copy keeps this end open.
 
     Attributes:
         num_slots: by cache group, the number of host slots.
         block_bytes: by cache group, the bytes of a slot.
-        max_reserved: by cache group, the number of slots that the engine may have ready for saves;
-            each answer to `reserve` updates it.
+        max_reserved: by cache group, the number of slots that the engine may have reserved for
+            saves; each answer to `reserve` updates it.
     """
 
     num_slots: tuple[int, ...]
@@ -136,7 +136,7 @@ class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
 
 
 class EngineRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The node's answer to an engine that it does not serve.
+    """The node's answer to an engine that it does not accept.
 
     Attributes:
         reason: a sentence for the engine's error.
@@ -153,11 +153,9 @@ _TYPES: dict[str, Any] = {one.__name__: one for one in (Copied, HeldRun, Kept)}
 
 
 def _packed(value: Any, numbers: dict[object, int]) -> Any:  # noqa: ANN401, PLR0911 - any of them
-    """Return `value` as plain msgpack values, to be sent.
+    """Return `value` in types that msgpack can encode.
 
-    Args:
-        value: an argument or a result of a call.
-        numbers: number of each promise, which stands for it.
+    A promise becomes its number in `numbers`.
     """
     if isinstance(value, HostPromise):
         return {"number": numbers[value]}
@@ -231,8 +229,8 @@ def _memory(record: bytes, num_descriptors: int) -> NodeMemory:
 class NodeHost:
     """The connection of one engine to a node with the host tier, for `EngineCache(node=...)`.
 
-    Calls are answered later, as with `LocalHost`. Loads and saves are planned in this process, at
-    once.
+    Results of calls come later, as with `LocalHost`. Loads and saves are planned in this process,
+    without a call.
 
     Args:
         path: path of the node's socket, its `node.engine_socket`.
@@ -268,7 +266,7 @@ class NodeHost:
             groups: its cache groups.
 
         Raises:
-            ConfigError: there is no such node, or it keeps blocks of another kind.
+            ConfigError: there is no such node, or its blocks have another fingerprint.
         """
         link = self._reach()
         self._open.callback(link.close)
@@ -348,7 +346,7 @@ class NodeHost:
         return self.calls.submit(name, "", frame)
 
     def take_events(self) -> list[CacheEvent]:
-        """Refuse the call: the events belong to the node, since all engines share its blocks.
+        """Raise an error: only the node has events, because all engines share its blocks.
 
         Raises:
             BadRequestError: always.
@@ -361,9 +359,9 @@ class NodeHost:
     def close(self) -> None:
         """Wait up to 5 s for running calls, and disconnect.
 
-        The node releases all that this engine held.
+        The node then releases this engine's blocks.
 
-        The ranks of this process must have stopped copying before.
+        The caller makes sure that the ranks of this process have stopped copying.
         """
         if self._thread is None:
             return
@@ -461,8 +459,8 @@ class EngineListener:
     """The socket by which engines on this machine reach this node's host tier.
 
     Args:
-        path: path of the socket, open to processes of this user alone.
-        why_not: returns why an engine with this key is not served; "" if it is served.
+        path: path of the socket; only processes of this user can open it.
+        why_not: called with an engine's key; returns why the engine is not accepted, "" if it is.
     """
 
     def __init__(self, path: str, why_not: Callable[[str], str] = lambda _: "") -> None:
@@ -474,7 +472,7 @@ class EngineListener:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Listen for engines at the socket in the body.
+        """Bind the socket and accept connections during the body.
 
         Raises:
             ConfigError: the path cannot be bound.
@@ -491,7 +489,7 @@ class EngineListener:
     async def first(self) -> EngineHello:
         """Wait for the first engine, and return its hello.
 
-        The engine is answered only in `serving`, when a tier for its blocks exists.
+        The engine gets its answer later, in `serving`, when a host tier for its blocks exists.
         """
         while self._first is None:
             self._first = await self._hello()
@@ -501,7 +499,9 @@ class EngineListener:
     async def serving(
         self, side: HostSide, sizes: HostSizes, settings: EngineCacheSettings
     ) -> AsyncIterator[None]:
-        """Serve engines at the socket in the body, if their fingerprint is that of `sizes`.
+        """Answer engines during the body.
+
+        Refuse those with another fingerprint than that of `sizes`.
 
         Args:
             side: the host tier that engines use.
@@ -557,13 +557,9 @@ class EngineListener:
         return hello
 
     async def _serve(self, come: tuple[socket.socket, EngineHello], side: HostSide) -> None:
-        """Serve one engine until it has ended and none of its processes can copy any more.
+        """Answer one engine's calls until it has ended and none of its processes can copy any more.
 
-        All blocks and slots that the engine held are released then.
-
-        Args:
-            come: the connection and the engine's hello.
-            side: the host tier.
+        All blocks and slots of the engine are released then.
         """
         (end, hello), loop = come, asyncio.get_running_loop()
         try:
@@ -615,16 +611,9 @@ class EngineListener:
         theirs: socket.socket,
         max_reserved: Sequence[int],
     ) -> bool:
-        """Answer an engine's hello with the host memory, or with a refusal.
+        """Send an engine the host memory or a refusal.
 
-        Args:
-            come: the connection and the engine's hello.
-            side: the host tier.
-            theirs: the engine's end of the socket pair that shows whether it may still copy.
-            max_reserved: by cache group, the number of slots that it may have ready for saves.
-
-        Returns:
-            False if the engine was refused, or has ended.
+        Return False if it was refused or has ended.
         """
         end, hello = come
         link, sizes = Link(end), self._sizes
@@ -651,12 +640,7 @@ class EngineListener:
 
 
 def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
-    """Return why an engine's blocks cannot be kept in this tier; "" if they can.
-
-    Args:
-        mine: identity of this tier's blocks.
-        theirs: identity of the engine's blocks.
-    """
+    """Return why this tier cannot take blocks with the fingerprint `theirs`; "" if it can."""
     if mine.root() == theirs.root():
         return ""
     had, asked = mine.readable(), theirs.readable()
@@ -672,15 +656,15 @@ def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
 
 
 class _Engine:
-    """One connected engine: its running calls, and the blocks and slots that it holds.
+    """One connected engine: its running calls, and the blocks and slots that it uses.
 
     Args:
         number: number of the connection.
         name: the engine's name for log lines.
         side: the host tier.
-        allowed: by cache group, the number of slots for saves that the engine was last allowed to
-            have ready.
-        share: returns the numbers that it may have ready now.
+        allowed: by cache group, the number of slots for saves that the engine may have reserved, as
+            last sent to it.
+        share: returns the current numbers.
     """
 
     def __init__(
@@ -703,12 +687,7 @@ class _Engine:
         self._last_number = 0
 
     async def answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer calls until the engine closes the connection, or sends an invalid frame.
-
-        Args:
-            reader: the connection, for calls.
-            writer: the connection, for answers.
-        """
+        """Answer calls until the engine closes the connection, or sends an invalid frame."""
         async with task_group() as group:
             try:
                 while True:
@@ -741,11 +720,6 @@ class _Engine:
             _send(writer, [number, error, None])
 
     def _read(self, frame: bytes) -> tuple[int, str, list[Any]]:
-        """Return the number, the method and the arguments of a call.
-
-        Raises:
-            BadRequestError: the frame is not a valid call.
-        """
         try:
             number, (method, packed) = msgspec.msgpack.decode(frame)
             args = _unpacked(packed, self._known)
@@ -800,10 +774,9 @@ class _Engine:
         return _packed(result, self._numbers)
 
     async def _reserve(self, counts: Sequence[int]) -> list[Any]:
-        """Return by group the slots for saves, and the number that the engine may have ready now.
+        """Reserve slots for saves.
 
-        Args:
-            counts: by group, the number that the engine was last allowed, less the slots it has.
+        Return them by cache group, with the numbers that are allowed now.
         """
         before, self._allowed = self._allowed, self._share()
         parts = zip(counts, before, self._allowed, strict=True)
@@ -821,7 +794,7 @@ class _Engine:
         return [number, promise.num_tokens, _packed(promise.parts, {}), ticket, promise.problem]
 
     async def give_back(self) -> None:
-        """Release all that the engine holds. None of its processes may copy any more."""
+        """Release all blocks and slots of the engine. None of its processes may copy any more."""
         for held in list(self._known.values()):
             await self._side.free(held)
         await self._side.give(self._lent)
@@ -840,19 +813,15 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
 
 
 def _send(writer: asyncio.StreamWriter, answer: list[Any]) -> None:
-    """Send an answer, unless the connection is closed.
-
-    A write would then raise with uvloop, and be dropped with asyncio.
-    """
     if not writer.is_closing():
         data = msgspec.msgpack.encode(answer)
         writer.write(_LENGTH.pack(len(data)) + data)
 
 
 class ExternalEngines:
-    """The engines of a node that has no engine of its own.
+    """The engines that connect to a node without an engine of its own.
 
-    The first engine to connect decides the kind of blocks.
+    The fingerprint of the first engine to connect decides which blocks the host tier has.
 
     Args:
         listener: the socket for engines.
@@ -865,7 +834,7 @@ class ExternalEngines:
 
     @asynccontextmanager
     async def running(self, service: Service) -> AsyncIterator[None]:
-        """Serve engines in the body; `service` has the host tier and the store."""
+        """Answer engines during the body; `service` has the host tier and the store."""
         settings = EngineCacheSettings()
         self._side = HostSide(service, self.sizes, settings)
         async with self._listener.serving(self._side, self.sizes, settings):
