@@ -96,23 +96,23 @@ def disguises(good: str, late: str, other: str) -> dict[str, Headers]:
     }
 
 
+EVERYWHERE = {"none", "unknown", "twice"}  # the others on one route: the guard does not see which
+
+
 @pytest.mark.promise("A caller without credentials gets only probes.")
-@pytest.mark.parametrize("disguise", disguises("a", "b", "c"))
-async def test_a_stranger_gets_nothing_from_any_route(disguise: str, callers: Callers) -> None:
+async def test_a_stranger_gets_nothing_from_any_route(callers: Callers) -> None:
     good = await callers.token(RoleName.ADMIN)
     late = await callers.token(RoleName.ADMIN, expires_in=timedelta(seconds=-1))
-    headers = disguises(good, late, new_token()[0])[disguise]
     async with guarded(callers) as on:
-        for row in GUARDED:
-            where = (row.method, row.path)
-            answer = await call(on, row, headers)
-            assert (answer.status, answer.code) == (401, "unauthenticated"), where
-            assert answer.headers["WWW-Authenticate"].startswith('Bearer realm="tierkv"'), where
-            others = (
-                ("OPTIONS", "HEAD", "TRACE", "PROPFIND") if disguise in {"none", "twice"} else ()
-            )
-            for method in others:
-                assert (await call(on, row, headers, method)).status == 401, (method, row.path)
+        for disguise, headers in disguises(good, late, new_token()[0]).items():
+            for row in GUARDED if disguise in EVERYWHERE else GUARDED[:1]:
+                where = (disguise, row.method, row.path)
+                answer = await call(on, row, headers)
+                assert (answer.status, answer.code) == (401, "unauthenticated"), where
+                assert answer.headers["WWW-Authenticate"].startswith('Bearer realm="tierkv"'), where
+                for method in ("OPTIONS", "HEAD", "TRACE", "PROPFIND"):
+                    answer = await call(on, row, headers, method)
+                    assert answer.status == 401, (method, *where)
 
 
 @pytest.mark.parametrize("role", RoleName)

@@ -148,26 +148,6 @@ def tokens(count: int, base: int = 0) -> list[int]:
     return list(range(base, base + count))
 
 
-@pytest.mark.promise("KV events say which blocks are cached where.")
-async def test_a_router_knows_what_is_cached_where(tmp_path: Path) -> None:
-    async with (
-        world(device_blocks=8, with_store=True, host_write=THROUGH, storage_write=THROUGH) as here,
-        publishing(tmp_path, here) as (reader, _),
-    ):
-        await here.run(tokens(18))  # 4 blocks of 4 and a tail, of which routers know nothing
-        for medium in ("GPU", "CPU", "STORAGE"):
-            await reader.until(medium, 4)
-        assert reader.blocks["GPU"] == reader.blocks["CPU"] == reader.blocks["STORAGE"]
-        first = set(reader.blocks["GPU"])
-        await here.run(tokens(32, 500))
-        await reader.until("GPU", 8)
-        assert not reader.blocks["GPU"] & first  # evicted, and told so
-        await reader.until("CPU", 4 + 8)
-        assert first < reader.blocks["CPU"]
-        assert reader.gaps == 0
-        assert reader.topic == f"kv@node-a@{here.service.fingerprint.model}".encode()
-
-
 async def test_each_block_hangs_at_the_one_before_it_with_its_tokens(tmp_path: Path) -> None:
     async with (
         world(device_blocks=32) as here,

@@ -154,6 +154,7 @@ class Machine:
 
 
 @pytest.mark.promise("A router's view equals `/v1/blocks`.")
+@pytest.mark.promise("KV events say which blocks are cached where.")
 @pytest.mark.promise("Missed KV events are replayed; after lost ones the full state follows.")
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))]

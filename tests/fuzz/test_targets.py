@@ -31,7 +31,7 @@ def test_whatever_is_read_is_understood_or_refused_as_promised(
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("piece", [b"[", b"\x91", b'{"a":', b"\x81\xa1a", b"\xff", b"\0", b"9"])
+@pytest.mark.parametrize("piece", [b"[", b"\x91", b'{"a":', b"\x81\xa1a"])
 def test_a_hundred_thousand_of_the_same_are_refused_as_promised(name: str, piece: bytes) -> None:
     for seed in SEEDS[name]:
         TARGETS[name](seed[:4] + piece * 100_000)
