@@ -1,4 +1,4 @@
-"""Bodies of any form mean what they say."""
+"""Bodies of any form mean what they say, and what is said twice is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tierkv.api.types import LookupBody
 from tierkv.cache.keys import pack
-from tierkv.http.bodies import JSON, MSGPACK, decode
+from tierkv.gateway.openai import ChatBody
+from tierkv.http.bodies import JSON, MSGPACK, BodyError, decode
 from tierkv.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -42,3 +43,16 @@ def test_packed_tokens_are_the_same_as_a_list_in_json_and_in_msgpack(tokens: lis
         assert read(msgspec.json.encode(body)).packed(TOKENIZER) == pack(tokens)
         in_msgpack = decode(msgspec.msgpack.encode(body), LookupBody, content_type=MSGPACK)
         assert in_msgpack.packed(TOKENIZER) == pack(tokens)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        b'[{"role":"user","content":"aaaaaaaaaaaaaaaaaa","content":"b"}]',
+        b'[{"role":"user","content":[{"type":"text","text":"a","text":"b"}]}]',
+        b'[ {"role": "user", "role": "user", "content": "a"}]',
+    ],
+)
+def test_a_key_twice_is_refused_in_objects_of_a_list(messages: bytes) -> None:
+    with pytest.raises(BodyError, match="twice"):
+        read(b'{"messages":' + messages + b"}", ChatBody)

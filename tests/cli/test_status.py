@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,3 +95,29 @@ async def test_explain_says_what_of_a_file_is_missing_and_why(tmp_path: Path) ->
     status, _, err = await run_to_end(tmp_path, "explain", tmp_path / "none")
     assert (status, err.count("\n")) == (1, 1)
     assert "cannot be read" in err
+
+
+def test_what_takes_longer_than_a_second_says_so_to_a_person_only() -> None:
+    script = (
+        "import sys\nfrom tierkv.cli.output import progress\n"
+        "with progress('looking'): sys.stdin.readline()\n"
+        "print('done')"
+    )
+    parent, child = pty.openpty()
+    started = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=child,
+    )
+    os.close(child)
+    shown = b""
+    while b"looking 1 s" not in shown:
+        shown += os.read(parent, 4096)
+    out, _ = started.communicate(b"\n", timeout=200)
+    os.close(parent)
+    assert out == b"done\n"
+    piped = subprocess.run(
+        [sys.executable, "-c", script], input=b"\n", capture_output=True, check=True, timeout=200
+    )
+    assert (piped.stdout, piped.stderr) == (b"done\n", b"")

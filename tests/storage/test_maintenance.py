@@ -132,7 +132,10 @@ def test_removing_is_said_first_and_done_on_demand(url: str) -> None:
 def test_who_stops_a_removal_is_told_how_far_it_was(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def stopped(_: Store, prefix: str, so_far: Callable[[int], object]) -> int:
+    async def stopped(
+        _: Store, prefix: str, so_far: Callable[[int], object], is_meant: object
+    ) -> int:
+        assert callable(is_meant)
         assert prefix == ONE
         so_far(2)
         raise KeyboardInterrupt
@@ -141,6 +144,20 @@ def test_who_stops_a_removal_is_told_how_far_it_was(
     result = run("rm", url, "--prefix", ONE, "--yes")
     assert result.exit_code == 1
     assert "stopped after 2 values were removed" in result.stderr
+
+
+def test_what_will_expire_soon_is_listed_counted_and_removed_alone(url: str) -> None:
+    soon = ("--expires-within", "100")
+    assert answer("du", url, *soon)["groups"] == {"tierkv:ticket": {"values": 1, "bytes": 6}}
+    values = answer("ls", url, *soon)["values"]
+    assert isinstance(values, list)
+    assert [value["name"] for value in values] == ["tierkv:ticket:" + "a" * 64]
+    for seconds, count in (("100", 1), ("1000", 3)):
+        said = run("rm", url, "--prefix", "tierkv", "--expires-within", seconds).output
+        assert said.startswith(f"would remove {count} values")
+    assert run("rm", url, "--prefix", "tierkv", *soon, "--yes").output == "removed 1 values\n"
+    assert num_values(url) == 5
+    assert run("rm", url, "--prefix", "tierkv", "--expires-within", "nan").exit_code == 2
 
 
 def test_a_deployment_is_not_taken_for_one_whose_name_begins_like_its_own(url: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
-from tierkv.cli.output import json_option, print_json
+from tierkv.cli.output import json_option, print_json, progress
 from tierkv.clock import SystemClock, is_skew, skew_in_words
 from tierkv.config import load
 from tierkv.errors import StoreUnavailableError, TierKVError
@@ -56,8 +56,9 @@ def doctor(*, config: Path | None, url: str | None, as_json: bool) -> None:
     """
     given = {} if url is None else {"TIERKV_STORAGE__URL": url}
     settings = load(NodeSettings, config, os.environ | given, other_kind=GatewaySettings)
-    findings = [*machine_findings(), copy_finding(), *gpu_findings()]
-    findings += _store_findings(settings, os.environ)
+    with progress("measuring"):
+        findings = [*machine_findings(), copy_finding(), *gpu_findings()]
+        findings += _store_findings(settings, os.environ)
     if as_json:
         shown = [
             {"what": one.what, "value": one.value, "verdict": one.verdict.value}

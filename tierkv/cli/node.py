@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from tierkv.api.types import GenerateBody, LookupBody
-from tierkv.cli.output import json_option, print_json
+from tierkv.cli.output import json_option, print_json, progress
 from tierkv.cli.target import LONG_S, Target, node_options
 from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError, InvariantError
@@ -163,7 +163,7 @@ def _content(path: Path) -> bytes:
     if str(path) == "-":
         return sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
     try:
-        with path.open("rb") as file:
+        with progress(f"reading {path}"), path.open("rb") as file:
             return file.read(_MAX_PROMPT_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"the prompt file {path} cannot be read: {error.strerror}") from error

@@ -1,10 +1,16 @@
-"""Output of all commands as JSON."""
+"""Output of all commands: JSON on stdout, and progress on stderr."""
 
 from __future__ import annotations
 
 import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
+
+_CLEAR = "\r\x1b[K"  # back to the start of an empty line
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 
@@ -12,3 +18,34 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the an
 def print_json(answer: object) -> None:
     """Print one JSON value to stdout."""
     click.echo(json.dumps(answer, indent=2))
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[None]:
+    """Show on stderr for how long the body has run, after a second and on a terminal only.
+
+    The body must print nothing to stdout.
+
+    Args:
+        doing: what the command does, such as "reading".
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    over = threading.Event()
+    shower = threading.Thread(target=_show, args=(doing, over), daemon=True)
+    shower.start()
+    try:
+        yield
+    finally:
+        over.set()
+        shower.join()
+
+
+def _show(doing: str, over: threading.Event) -> None:
+    seconds = 0
+    while not over.wait(1.0):
+        seconds += 1
+        click.echo(f"{_CLEAR}{doing} {seconds} s", err=True, nl=False)
+    if seconds:
+        click.echo(_CLEAR, err=True, nl=False)

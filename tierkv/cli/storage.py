@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -9,7 +10,8 @@ from typing import TypeVar
 
 import click
 
-from tierkv.cli.output import json_option, print_json
+from tierkv.api.settings import masked_url
+from tierkv.cli.output import json_option, print_json, progress
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.storage import maintenance
@@ -17,6 +19,7 @@ from tierkv.storage.codec import read_key
 from tierkv.storage.factory import StoreSettings, open_store, urls_in
 from tierkv.storage.file import FileStore
 from tierkv.storage.guard import ResilienceSettings
+from tierkv.storage.maintenance import IsMeant
 from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import Store, Usage, check_prefix
 from tierkv.storage.redis.store import RedisSettings
@@ -35,6 +38,25 @@ PREFIX_MEANS = (
     "storage du` lists them), tierkv:ticket for tickets."
 )
 prefix_option = click.option("--prefix", default="tierkv", show_default=True, help=PREFIX_MEANS)
+
+
+def _expiring(_: click.Context, param: click.Parameter, seconds: float | None) -> IsMeant:
+    if seconds is None:
+        return lambda _: True
+    if math.isnan(seconds):
+        raise click.BadParameter("not a number", param=param)
+    until = time.time() + seconds
+    return lambda value: value.expires_at is not None and value.expires_at <= until
+
+
+within_option = click.option(
+    "--expires-within",
+    "is_meant",
+    type=click.FloatRange(0, min_open=True),
+    callback=_expiring,
+    metavar="SECONDS",
+    help="Only values that expire within this time, which were unused for the longest time.",
+)
 
 
 def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
@@ -62,7 +84,8 @@ def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
         async with store.running():
             return await work(store)
 
-    return run_until_stopped(run())
+    with progress(f"reading {masked_url(url)}"):
+        return run_until_stopped(run())
 
 
 def with_each_store(url: str, work: Callable[[Store], Awaitable[T]]) -> tuple[Sequence[T], int]:
@@ -178,7 +201,8 @@ def storage(
     type=click.IntRange(1),
     help="Largest number of values to list.",
 )
-def ls(url: str, prefix: str, limit: int, *, as_json: bool) -> None:
+@within_option
+def ls(url: str, prefix: str, limit: int, *, is_meant: IsMeant, as_json: bool) -> None:
     """List values: name, size in bytes, and seconds to live."""
     now = time.time()
     is_all = True
@@ -186,7 +210,7 @@ def ls(url: str, prefix: str, limit: int, *, as_json: bool) -> None:
     async def collect(store: Store) -> list[dict[str, str | int | float | None]]:
         nonlocal is_all
         rows: list[dict[str, str | int | float | None]] = []
-        async for value in maintenance.values_under(store, checked(prefix)):
+        async for value in maintenance.values_under(store, checked(prefix), is_meant):
             if len(rows) == limit:
                 is_all = False
                 break
@@ -212,9 +236,10 @@ def ls(url: str, prefix: str, limit: int, *, as_json: bool) -> None:
 @url_argument
 @prefix_option
 @json_option
-def du(url: str, prefix: str, *, as_json: bool) -> None:
+@within_option
+def du(url: str, prefix: str, *, is_meant: IsMeant, as_json: bool) -> None:
     """Print the number of values and bytes by model and tenant, and of tickets."""
-    groups = _usage(url, prefix)
+    groups = _usage(url, prefix, is_meant)
     if as_json:
         rows = {name: {"values": u.num_values, "bytes": u.num_bytes} for name, u in groups.items()}
         print_json({"groups": rows})
@@ -224,8 +249,10 @@ def du(url: str, prefix: str, *, as_json: bool) -> None:
     hint_if_none(len(groups), prefix)
 
 
-def _usage(url: str, prefix: str) -> dict[str, Usage]:
-    return with_store(url, lambda store: maintenance.usage_by_group(store, checked(prefix)))
+def _usage(url: str, prefix: str, is_meant: IsMeant) -> dict[str, Usage]:
+    return with_store(
+        url, lambda store: maintenance.usage_by_group(store, checked(prefix), is_meant)
+    )
 
 
 @storage.command(short_help="Read every value and check it.")
@@ -295,6 +322,7 @@ def _by_name(findings: Sequence[tuple[str, str]]) -> dict[str, str]:
 @storage.command()
 @url_argument
 @click.option("--prefix", required=True, help=PREFIX_MEANS)
+@within_option
 @click.option(
     "--yes",
     is_flag=True,
@@ -305,13 +333,14 @@ def rm(
     url: str,
     prefix: str,
     *,
+    is_meant: IsMeant,
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Remove values: of a model and tenant, or of a block."""
+    """Remove values: of a model and tenant, of a block, or values that expire soon."""
     prefix = checked(prefix)
     if not yes:
-        groups = _usage(url, prefix).values()
+        groups = _usage(url, prefix, is_meant).values()
         count, num_bytes = sum(u.num_values for u in groups), sum(u.num_bytes for u in groups)
         if as_json:
             print_json({"removed": 0, "would_remove": count, "would_remove_bytes": num_bytes})
@@ -325,7 +354,7 @@ def rm(
         removed = count
 
     try:
-        with_store(url, lambda store: maintenance.remove(store, prefix, so_far))
+        with_store(url, lambda store: maintenance.remove(store, prefix, so_far, is_meant))
     except (KeyboardInterrupt, TierKVError):
         click.echo(f"stopped after {removed} values were removed, and perhaps some more", err=True)
         raise

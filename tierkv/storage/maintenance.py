@@ -43,7 +43,9 @@ _KEYED_HEADER_BYTES = {FLAG_SIGNED: HEADER_BYTES, FLAG_SEALED: SEALED_HEADER_BYT
 IsMeant = Callable[[StoredValue], bool]
 
 
-async def values_under(store: Store, prefix: str) -> AsyncIterator[StoredValue]:
+async def values_under(
+    store: Store, prefix: str, is_meant: IsMeant = lambda _: True
+) -> AsyncIterator[StoredValue]:
     """Yield each value whose name starts with `prefix`.
 
     A value may be yielded twice if other values are written or removed at the same time.
@@ -51,11 +53,12 @@ async def values_under(store: Store, prefix: str) -> AsyncIterator[StoredValue]:
     Args:
         store: the store to list.
         prefix: start of the names, as in `Store.list`.
+        is_meant: returns True for the values to yield.
 
     Raises:
         StoreUnavailableError: the store does not answer.
     """
-    async for page in _pages_under(store, prefix, lambda _: True):
+    async for page in _pages_under(store, prefix, is_meant):
         for value in page:
             yield value
 
@@ -74,7 +77,9 @@ async def _pages_under(
             return
 
 
-async def usage_by_group(store: Store, prefix: str) -> dict[str, Usage]:
+async def usage_by_group(
+    store: Store, prefix: str, is_meant: IsMeant = lambda _: True
+) -> dict[str, Usage]:
     """Count values and bytes by the first two fields of names.
 
     The second field is the short fingerprint of a block's model and tenant, or the kind of another
@@ -83,6 +88,7 @@ async def usage_by_group(store: Store, prefix: str) -> dict[str, Usage]:
     Args:
         store: the store to list.
         prefix: start of the names, as in `Store.list`.
+        is_meant: returns True for the values to count.
 
     Returns:
         Numbers and bytes of values by these two fields, joined by a colon.
@@ -91,7 +97,7 @@ async def usage_by_group(store: Store, prefix: str) -> dict[str, Usage]:
         StoreUnavailableError: the store does not answer.
     """
     groups: dict[str, Usage] = {}
-    async for value in values_under(store, prefix):
+    async for value in values_under(store, prefix, is_meant):
         group = ":".join(value.name.split(":", 2)[:2])
         so_far = groups.get(group, Usage(0, 0))
         groups[group] = Usage(so_far.num_values + 1, so_far.num_bytes + value.num_bytes)
