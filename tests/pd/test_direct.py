@@ -15,7 +15,10 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.pd import nodes
 from tests.pd.nodes import TOKENS, claim, publish, settings
-from tests.world import World, background_tasks, fingerprint
+from tests.pd.test_streaming import prefilling
+from tests.redis_server import PATIENT, redis_server
+from tests.sessions import claim_request
+from tests.world import World, background_tasks, fingerprint, world
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, HandoffError
 from tierkv.gpu.cpu import CpuDevice
@@ -23,11 +26,12 @@ from tierkv.gpu.protocol import SharedPlanes
 from tierkv.pd.direct import direct
 from tierkv.pd.direct.address import Channel, DirectAddress, DirectAnswer, DirectAsk, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.tickets import Ticket
+from tierkv.pd.tickets import Standing, Ticket, status_of
 from tierkv.sched.budget import Budget
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.codec import SealedCodec
+from tierkv.storage.factory import open_store
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
 from tierkv.transfer.tier import StorageOptions
@@ -368,6 +372,46 @@ async def test_an_unexpected_error_costs_the_claimer_its_connection_and_ends_no_
         async with connected(address) as channel:
             assert (await ask(channel, address)).blocks == tuple(range(BLOCKS))
         await claim(decode)
+
+
+async def opened(node: World) -> None:
+    """Return when the ticket t is open."""
+    assert node.service.handoff is not None
+    while (await status_of(node.service.handoff.tickets, "t")).state is not Standing.OPEN:
+        await turns(3)
+
+
+async def test_a_failure_that_a_full_store_does_not_take_is_told_by_the_producer() -> None:
+    """The claim does not wait for its deadline of 100 s."""
+    with redis_server("--maxmemory-policy", "noeviction") as server:
+        direct = settings(direct=DirectPath.AUTO)
+
+        def node() -> Any:
+            return world(store=open_store(server.url, PATIENT, SystemClock()), handoff=direct)
+
+        async with node() as prefill, node() as decode:
+            async with prefilling(prefill, TOKENS) as computing:
+                claiming = asyncio.create_task(
+                    claim_request(
+                        decode.service, "claim", "t", decode.prompt(TOKENS), max_new_tokens=1
+                    )
+                )
+                await computing.compute(8)
+                await finish(opened(decode))
+                server.execute("CONFIG", "SET", "maxmemory", "1")
+                await computing.compute(COUNT)
+                computing.finish()
+                with pytest.raises(HandoffError, match=r"gave up: .*OOM") as caught:
+                    async with asyncio.timeout(20):
+                        await claiming
+            assert caught.value.reason == "producer_failed"
+            server.execute("CONFIG", "SET", "maxmemory", "0")
+            async with prefilling(prefill, TOKENS) as computing:  # the same offer is open again
+                again = asyncio.create_task(nodes.claimed(decode, ticket="t", name="again"))
+                await computing.compute(COUNT)
+                await asyncio.wait([again], timeout=0.1)
+                computing.finish()
+                await decode.ended(await again)
 
 
 @pytest.mark.parametrize("blocks", [(4,), (0, -1), (1 << 40,)])

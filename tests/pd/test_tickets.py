@@ -43,7 +43,7 @@ async def test_the_producer_hears_who_claimed_its_ticket() -> None:
         released: list[str] = []
         handoff = prefill.service.handoff
         assert handoff is not None
-        handoff.ledger.hold("ticket", lambda: released.append("pin"))
+        handoff.ledger.hold("ticket", lambda _: released.append("pin"))
         await turns(20)
         await claim(decode, tokens(9))
         await until(
@@ -61,7 +61,7 @@ async def test_a_ticket_nobody_claims_lets_go_of_what_it_held() -> None:
         handoff = prefill.service.handoff
         assert handoff is not None
         released: list[str] = []
-        handoff.ledger.hold("ticket", lambda: released.append("pin"))
+        handoff.ledger.hold("ticket", lambda _: released.append("pin"))
     assert released == ["pin"]  # at the latest when the node ends
 
 

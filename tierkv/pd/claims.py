@@ -50,6 +50,7 @@ from tierkv.transfer.mover import Movement
 _FIRST_READ_S = 0.005
 _LONGEST_READ_S = 0.1
 _LIVE_READ_S = 1.0  # pause between reads while the store sends hints, which can be lost
+_ASK_EVERY_S = 1.0
 # Seconds in which another node that has begun the same hand-off again can write its open ticket.
 _GRACE_S = 0.5
 
@@ -90,6 +91,8 @@ class Watch:
         self.keys: KeyRun | tuple[StoredKey, ...] = ()
         self._hashing: asyncio.Handle | None = None
         self._open: OpenTicket | None = None
+        self._failed: OpenTicket | None = None  # given up by its producer; reason in `_failure`
+        self._failure = ""
         self._has_read = False
         self._ready_blocks = 0
         self._over: HandoffError | None = None  # the reason why no ticket will come
@@ -147,6 +150,17 @@ class Watch:
             reason = HandoffProblem.UNAVAILABLE.value
             raise HandoffError(reason, str(self._problem)) from self._problem
         raise await self._missing_ticket(loop.time() - began)
+
+    async def ask_producer(self) -> None:
+        """Ask the prefill node from time to time if it gave the ticket up; runs until cancelled.
+
+        The prefill node cannot write this to a store that is full.
+        """
+        while True:
+            await asyncio.sleep(_ASK_EVERY_S)
+            opened = self._open
+            if opened is not None and (failure := await self._near.failure()):
+                self._failed, self._failure = opened, failure
 
     async def _read_within(self, budget: Budget, give_up_at: float) -> Ticket | None:
         """Look for the ticket once, within the budget; None if it is not there yet.
@@ -247,8 +261,9 @@ class Watch:
         self._tickets.check(found, self._prompt.space, await self._hashed())
         is_new = self._open is None or self._open.incarnation != found.incarnation
         self._open = found
-        if found.failure:
-            text = f"the prefill node {found.producer} gave up: {found.failure}"
+        failure = self._failure if found == self._failed else found.failure
+        if failure:
+            text = f"the prefill node {found.producer} gave up: {failure}"
             failed = HandoffError(HandoffProblem.PRODUCER_FAILED.value, text)
             self._give_up(failed, _GRACE_S)
         elif not await self._lease.is_alive(found.incarnation):
@@ -747,7 +762,8 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
         on_progress=ahead.ready,
         near=near,
     )
-    async with supervised({"tierkv-claim-ahead": ahead.run}):
+    beside = {"tierkv-claim-ahead": ahead.run, "tierkv-claim-producer": watch.ask_producer}
+    async with supervised(beside):
         return await watch.ticket(budget, deadline_s), watch.keys
 
 

@@ -42,6 +42,12 @@ class Supply(Protocol):
         One call may run at a time.
         """
 
+    async def failure(self) -> str:
+        """Ask the prefill node why it gave the ticket up; "" if it did not, or does not answer.
+
+        A call may run at the same time as `ask`.
+        """
+
 
 class PeerSource(Protocol):
     """Both sides of reading blocks from other nodes' memory.
@@ -100,6 +106,10 @@ class NoSupply:
 
     async def ask(self, prompt: Prompt) -> None:
         """Do nothing."""
+
+    async def failure(self) -> str:
+        """Return "": there is no prefill node to ask."""
+        return ""
 
 
 class NoPeers:

@@ -1140,7 +1140,7 @@ class TicketLedger:
         self._tickets = tickets
         self._topic = tickets.names.producer(tickets.lease.incarnation)
         self._views: OrderedDict[str, TicketView] = OrderedDict()
-        self._holds: dict[str, list[Callable[[], None]]] = {}
+        self._holds: dict[str, list[Callable[[str], None]]] = {}
         self._came = asyncio.Event()
 
     @asynccontextmanager
@@ -1165,12 +1165,13 @@ class TicketLedger:
     def num_holds(self) -> int:
         return len(self._holds)
 
-    def hold(self, ticket_id: str, release: Callable[[], None]) -> None:
+    def hold(self, ticket_id: str, release: Callable[[str], None]) -> None:
         """Register a callback for a ticket's end: acknowledged, failed or expired.
 
         Args:
             ticket_id: id of the ticket.
-            release: called once, to release what was kept for the ticket.
+            release: called once with the reason why the ticket failed ("" if it did not), to
+                release the memory that was kept for the ticket.
         """
         self._holds.setdefault(ticket_id, []).append(release)
 
@@ -1195,7 +1196,7 @@ class TicketLedger:
             failure: the reason.
         """
         self._change(ticket_id, state=Standing.PRODUCER_FAILED, failure=failure)
-        self._release_holds(ticket_id)
+        self._release_holds(ticket_id, failure or "it failed")
 
     def published(self, ticket: Ticket) -> None:
         """Record that a ticket was written."""
@@ -1221,9 +1222,9 @@ class TicketLedger:
         if ticket_id in self._views:
             self._views[ticket_id] = msgspec.structs.replace(self._views[ticket_id], **fields)
 
-    def _release_holds(self, ticket_id: str) -> None:
+    def _release_holds(self, ticket_id: str, failure: str = "") -> None:
         for release in self._holds.pop(ticket_id, ()):
-            release()
+            release(failure)
 
     def _waiting(self) -> list[TicketView]:
         return [view for view in self._views.values() if view.state is Standing.WHOLE]

@@ -101,6 +101,7 @@ class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
         block_ids: device blocks in `planes`, from the question's first block on.
         was_held: True if the blocks of the last answer on this connection have stayed in place
             until this answer, and the device has not failed.
+        failure: the reason why the producer gave the ticket up; "" if it did not.
     """
 
     blocks: tuple[int, ...] = ()
@@ -109,6 +110,7 @@ class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
     planes: SharedPlanes | None = None
     block_ids: tuple[int, ...] = ()
     was_held: bool = False
+    failure: str = ""
 
     def __post_init__(self) -> None:
         if not len(self.blocks) == len(self.addresses) == len(self.headers):

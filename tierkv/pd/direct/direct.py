@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 _MAX_CLAIMERS = 256
 _FIRST_WORD_S = 2.0
 _SEND_S = 5.0
+_MAX_FAILURES = 1024
 
 _PLAIN = PlainCodec(PayloadCodecs())  # the bytes travel as they lie in memory
 
@@ -118,6 +120,7 @@ class DirectServer:
         self._threads = WorkerThreads("direct hand-off", 1)
         self._secret = os.urandom(32)
         self._prompts: dict[str, Prompt] = {}  # by the name of their offer
+        self._failures: OrderedDict[str, str] = OrderedDict()  # of ended offers, the newest last
         self._listener: socket.socket | None = None
         self._near: socket.socket | None = None  # the same for processes of this machine
         self._wanted = asyncio.Event()
@@ -157,6 +160,7 @@ class DirectServer:
         """
         listener = self._listener or self._listen()
         self._prompts[offer] = prompt
+        self._failures.pop(offer, None)
         host, port = listener.getsockname()[:2]
         secret = secret_of(self._secret, offer)
         name = "" if self._near is None else name_of(self._near)
@@ -165,9 +169,18 @@ class DirectServer:
     def is_offered(self, offer: str) -> bool:
         return offer in self._prompts
 
-    def forget(self, offer: str) -> None:
-        """End an offer. Blocks of earlier answers are released when their connections close."""
+    def forget(self, offer: str, failure: str) -> None:
+        """End an offer. Blocks of earlier answers are released when their connections end.
+
+        Args:
+            offer: the name of the offer.
+            failure: the reason why there is no ticket, for claimers that ask; "" for none.
+        """
         self._prompts.pop(offer, None)
+        if failure:
+            self._failures[offer] = failure
+            if len(self._failures) > _MAX_FAILURES:
+                self._failures.popitem(last=False)
 
     def _listen(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._where[0] else socket.AF_INET
@@ -242,7 +255,9 @@ class DirectServer:
         was_held = bool(held.leases) and self._tiers.mover.device.failure is None
         self._release_shown(held)
         prompt = self._prompts.get(ask.offer)
-        if prompt is None or not 0 <= ask.first < ask.stop <= ask.first + MAX_BLOCKS:
+        if prompt is None:
+            answer = DirectAnswer(failure=self._failures.get(ask.offer, ""))
+        elif not 0 <= ask.first < ask.stop <= ask.first + MAX_BLOCKS:
             answer = DirectAnswer()
         elif ask.machine:
             answer = await self._on_device(ask, prompt, held)
@@ -442,6 +457,27 @@ class Claimer:
         except BaseException:
             self._hang_up()  # the next answer on this connection would be that to this question
             raise
+
+    async def failure(self) -> str:
+        """Ask the producer why it gave the ticket up; return "" if it did not, or does not answer.
+
+        The question has a connection of its own, as on that of `ask` it would release blocks.
+        """
+        address = self._address
+        if address is None:
+            return ""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                channel = await self._connect(address)
+                try:
+                    await channel.be_greeted()
+                    nothing = DirectAsk(offer=address.offer, first=0, stop=0)
+                    await channel.send_ask(nothing, address.secret)
+                    return (await channel.answer(address.secret)).failure
+                finally:
+                    channel.close()
+        except (OSError, EOFError, TimeoutError, StoreCorruptError):
+            return ""  # a producer that died loses its lease
 
     async def _connect(self, address: DirectAddress) -> Channel:
         if self._is_near and address.name:
@@ -647,7 +683,7 @@ class Direct:
             )
             return None
         if is_new:
-            ledger.hold(ticket_id, lambda: server.forget(offer))
+            ledger.hold(ticket_id, lambda failure: server.forget(offer, failure))
         return msgspec.structs.replace(
             address,
             machine=self._machine,
