@@ -151,7 +151,7 @@ async def test_a_stranger_does_not_learn_which_paths_there_are(callers: Callers)
 @pytest.mark.promise("A caller without credentials gets only probes.")
 async def test_every_route_says_what_it_needs_and_only_probes_are_public() -> None:
     public = {row.path for row in TABLE if row.access is Access.PUBLIC}
-    assert public <= {"/livez", "/readyz", "/version", "/openapi.json"}
+    assert public <= {"/livez", "/readyz", "/healthz", "/version", "/openapi.json"}
     assert {"/livez", "/readyz"} <= public
 
 

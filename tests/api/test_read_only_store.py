@@ -24,6 +24,10 @@ SETTINGS = StoreSettings(
     redis=RedisSettings(timeout_s=10.0, connect_timeout_s=10.0),
     resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.0),
 )
+OF_SIZE = (
+    "the server closes the connection when a value of 3000000 bytes is written: set its "
+    "client-query-buffer-limit (and maxmemory-clients)"
+)
 FAULTS = {
     "full": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0"), "OOM "),
     "no permission": (
@@ -37,6 +41,16 @@ FAULTS = {
         "NOPERM ",
     ),
     "a replica": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE"), "READONLY "),
+    "a short query buffer": (
+        ("CONFIG", "SET", "client-query-buffer-limit", "1mb"),
+        ("CONFIG", "SET", "client-query-buffer-limit", "1gb"),
+        OF_SIZE,
+    ),
+    "little memory for clients": (
+        ("CONFIG", "SET", "maxmemory-clients", "1mb"),
+        ("CONFIG", "SET", "maxmemory-clients", "0"),
+        OF_SIZE,
+    ),
 }
 
 

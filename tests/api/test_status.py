@@ -20,8 +20,8 @@ from tierkv.http.server import bind
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 
-async def test_a_node_is_ready_and_says_what_it_depends_on_if_asked(on: Here) -> None:
-    path = "/readyz"
+@pytest.mark.parametrize("path", ["/readyz", "/healthz"])
+async def test_a_node_is_ready_and_says_what_it_depends_on_if_asked(on: Here, path: str) -> None:
     assert (await on.client.get(path)).body == {"status": "ok"}
     verbose = (await on.client.get(f"{path}?verbose")).body
     assert verbose == {

@@ -119,6 +119,7 @@ class RedisThatFails:
             Fault("answers at 200 KB/s", *proxied(bytes_per_s=200_000.0)),
             Fault("answers are cut", *proxied(cut_after=3_000)),
             Fault("redis is full", *configured("maxmemory", "1mb", "0")),
+            Fault("no large values", *configured("client-query-buffer-limit", "1mb", "1gb")),
             Fault("values are damaged", self._damage, _nothing),
         ]
 

@@ -488,6 +488,11 @@ def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
     )
     for name, text, values in (
         (
+            "tierkv_storage_degraded_seconds",
+            "Time during which the circuit breaker kept operations from the store",
+            {tenant: store.degraded_s for tenant, store in by_tenant.items()},
+        ),
+        (
             "tierkv_storage_retries",
             "Reads that were retried",
             {tenant: store.retries for tenant, store in by_tenant.items()},

@@ -209,6 +209,7 @@ class StatusRoutes(Routes):
         )
 
     @Route("GET", "/readyz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
+    @Route("GET", "/healthz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
     async def ready(self, request: web.BaseRequest) -> ReadyAnswer:
         """Answer 200 (ok or degraded) while the node accepts requests, else 503."""
         health = await health_of(self._node)

@@ -215,7 +215,8 @@ _MAX_TTL_S = 10 * 365 * 86_400.0
 def is_name(name: str) -> bool:
     """Return True if stores accept `name`: 1 to 8 fields, separated by colons, without "..".
 
-    A name has at most 250 characters. A field begins with a letter or digit and continues with letters, digits, ".", "_" and "-".
+    A name has at most 250 characters. A field begins with a letter or digit and continues with
+    letters, digits, ".", "_" and "-".
     """
     return _NAME.fullmatch(name) is not None and ".." not in name
 

@@ -25,6 +25,7 @@ from tierkv.storage.protocol import (
     Notifier,
     PutItem,
     PutOutcome,
+    PutStatus,
     StoredValue,
     StoreHealth,
     check_limit,
@@ -67,6 +68,7 @@ from tierkv.threads import aside
 _log = logging.getLogger(__name__)
 
 _ADDRESS_PARTS = 2
+_LARGE_BYTES = 64 << 10  # a shorter value fits into every server's buffers
 
 
 class SentinelLocator:
@@ -258,9 +260,41 @@ class RedisStore(BaseStore):
         try:
             calls = [KeyCommand(item.name, partial(put_request, item)) for item in items]
             replies = await self._carry_out(calls, Purpose.WRITE)
+            cut = [item for item, reply in zip(items, replies, strict=True) if _is_cut(reply)]
+            refusal = await self._refusal_of_size(cut) if cut else None
         finally:
             self._num_puts -= 1
-        return [put_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
+        if refusal is None:
+            return [put_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
+        return [
+            refusal if isinstance(reply, Unanswered) else put_outcome(item, reply)
+            for item, reply in zip(items, replies, strict=True)
+        ]
+
+    async def _refusal_of_size(self, cut: Sequence[PutItem]) -> PutOutcome | None:
+        """Return FULL if the server closes connections because a value is too large, else None.
+
+        Such a server sends no error, and answers small requests. The longest interrupted write is
+        therefore repeated between two pings.
+        """
+        longest = max(cut, key=lambda item: item.num_bytes)
+        if longest.num_bytes < _LARGE_BYTES:
+            return None
+        call = KeyCommand(longest.name, partial(put_request, longest))
+        try:
+            await self.ping()
+            [reply] = await self._carry_out([call], Purpose.WRITE)
+            await self.ping()
+        except StoreUnavailableError:
+            return None
+        if not _is_cut(reply):
+            return None
+        return PutOutcome(
+            PutStatus.FULL,
+            f"the server closes the connection when a value of {longest.num_bytes} bytes is "
+            "written: set its client-query-buffer-limit (and maxmemory-clients) to several times "
+            "that size",
+        )
 
     async def delete(self, names: Sequence[str]) -> int:
         check_names(names)
@@ -366,6 +400,10 @@ def _router(url: RedisUrl, access: RedisAccess, clock: Clock) -> Router:
     if url.setup is Setup.SENTINEL:
         locator = SentinelLocator(url, access)
     return RedisNode(locator, access, clock, url=str(url))
+
+
+def _is_cut(reply: Reply | Unanswered) -> bool:
+    return isinstance(reply, Unanswered) and reply.is_over
 
 
 def _parse_cursor(cursor: str | None) -> list[int]:
