@@ -209,7 +209,6 @@ class StatusRoutes(Routes):
         )
 
     @Route("GET", "/readyz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
-    @Route("GET", "/healthz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
     async def ready(self, request: web.BaseRequest) -> ReadyAnswer:
         """Answer 200 (ok or degraded) while the node accepts requests, else 503."""
         health = await health_of(self._node)
@@ -226,6 +225,11 @@ class StatusRoutes(Routes):
             )
         status = Health.DEGRADED if Health.DEGRADED in states else Health.OK
         return ReadyAnswer(status.value, parts if is_verbose else None)
+
+    @Route("GET", "/healthz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
+    async def healthy(self, request: web.BaseRequest) -> ReadyAnswer:
+        """Answer as GET /readyz does."""
+        return await self.ready(request)
 
     @Route("GET", "/version", Access.PUBLIC, answer=VersionAnswer)
     async def version(self, _: web.BaseRequest) -> VersionAnswer:
