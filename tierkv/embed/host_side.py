@@ -12,12 +12,10 @@ import asyncio
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import (
-    AbstractAsyncContextManager,
     ExitStack,
     asynccontextmanager,
-    contextmanager,
     suppress,
 )
 from dataclasses import dataclass, field, replace
@@ -1233,19 +1231,20 @@ class HostSide:
             HandoffError: there is no storage, or the prompt was not saved whole.
             DuplicateRequestError: a ticket of this id for another prompt is still valid.
         """
-        handoff, deadline_s = (
-            self._service.require_handoff(),
-            self._service.handoff_settings.publish_deadline_s,
-        )
-        with self._saved(prompt) as saved:
-            stream = PublishStream(handoff, saved, ticket_id, deadline_s=deadline_s)
-            self._publishes[number] = stream, saved
-            try:
-                await self._service.check_ticket_is_free(ticket_id, prompt)
-                stream.advance(saved.grow())
-                return await stream.run()
-            finally:
-                del self._publishes[number]
+        service, promise = self._service, HostPromise(0)
+        handoff, deadline_s = service.require_handoff(), service.handoff_settings.publish_deadline_s
+        keys = [] if self._main is None else service.tiers.copies.prompt_keys(prompt)
+        saved = SavedPrompt(self, service, self._tiers, keys, prompt, promise)
+        stream = PublishStream(handoff, saved, ticket_id, deadline_s=deadline_s)
+        self._promises.add(promise)
+        self._publishes[number] = stream, saved
+        try:
+            await service.check_ticket_is_free(ticket_id, prompt)
+            stream.advance(saved.grow())
+            return await stream.run()
+        finally:
+            del self._publishes[number]
+            self._release(promise)
 
     async def finish(self, number: int, first_tokens: Sequence[int]) -> None:
         """Complete a publish after the last save of its prompt.
@@ -1268,19 +1267,6 @@ class HostSide:
         if number in self._publishes:
             stream, _ = self._publishes[number]
             stream.fail(reason)
-
-    @contextmanager
-    def _saved(self, prompt: Prompt) -> Iterator[SavedPrompt]:
-        promise = HostPromise(0)
-        self._promises.add(promise)
-        try:
-            yield SavedPrompt(self, prompt, promise)
-        finally:
-            self._release(promise)
-
-    def keys_of(self, prompt: Prompt) -> Sequence[StoredKey]:
-        """Return the keys in storage of the prompt's blocks in the index's group."""
-        return [] if self._main is None else self._service.tiers.copies.prompt_keys(prompt)
 
     def hold_saved(self, promise: HostPromise, prompt: Prompt) -> int:
         """Keep the full blocks of `prompt` that the index has on the host by now from eviction.
@@ -1322,40 +1308,6 @@ class HostSide:
             )
         self._release_copies(promise)
         self._hold(prompt, lookups, promise, whole)
-
-    @asynccontextmanager
-    async def slots_of(self, promise: HostPromise, blocks: range) -> AsyncIterator[Ids]:
-        """Keep blocks of the index's group from eviction, and provide their host slots to the body.
-
-        The body may go on after the promise has ended, since a store may still read the slots.
-
-        Args:
-            promise: holds the blocks at the call.
-            blocks: positions of the blocks in the prompt.
-        """
-        index, lease = self._service.index, promise.lease
-        assert lease is not None, "blocks are published that are held"
-        slots = index.slots(Tier.HOST, lease.node, blocks.start, blocks.stop)
-        held = index.hold_as_is(lease.node)
-        try:
-            yield slots
-        finally:
-            index.release(held)
-            self._service.tiers.work.capacity_changed()
-
-    def was_deleted(self, promise: HostPromise) -> bool:
-        """Return True if the blocks that `promise` holds in the index have been deleted."""
-        lease = promise.lease
-        return lease is not None and self._service.index.spaces.is_retired(lease.node)
-
-    async def store_groups(self, promise: HostPromise) -> None:
-        """Store the blocks that `promise` holds in the groups outside the index.
-
-        Raises:
-            StoreUnavailableError: a block was not stored.
-        """
-        for number, blocks in promise.held.items():
-            await self._tiers[number].store_missing(blocks)
 
     # All of it
 
@@ -1425,15 +1377,28 @@ class SavedPrompt:
     See `PromptBlocks`.
 
     Args:
-        side: has the blocks.
+        side: holds the blocks.
+        service: has the index.
+        tiers: by number, the cache groups outside the index.
+        keys: keys in storage of the prompt's blocks in the index's group.
         prompt: the prompt that is published.
         promise: keeps the prompt's host blocks from eviction until the publish ends.
     """
 
-    def __init__(self, side: HostSide, prompt: Prompt, promise: HostPromise) -> None:
+    def __init__(  # noqa: PLR0917 - a prompt, its blocks, and who has them
+        self,
+        side: HostSide,
+        service: Service,
+        tiers: Mapping[int, GroupTier],
+        keys: Sequence[StoredKey],
+        prompt: Prompt,
+        promise: HostPromise,
+    ) -> None:
         self.prompt = prompt
-        self.keys = side.keys_of(prompt)
+        self.keys = keys
         self._side = side
+        self._service = service
+        self._tiers = tiers
         self._promise = promise
 
     @property
@@ -1447,7 +1412,8 @@ class SavedPrompt:
     @property
     def were_deleted(self) -> bool:
         """See `PromptBlocks.were_deleted`."""
-        return self._side.was_deleted(self._promise)
+        lease = self._promise.lease
+        return lease is not None and self._service.index.spaces.is_retired(lease.node)
 
     def grow(self) -> int:
         """Keep the full blocks that are saved by now from eviction.
@@ -1473,13 +1439,30 @@ class SavedPrompt:
     def show(self, start: int, stop: int) -> None:
         """See `PromptBlocks.show`. Nothing is done: all blocks are on the host already."""
 
-    def on_host(self, blocks: range, _after: Sequence[Event]) -> AbstractAsyncContextManager[Ids]:
-        """See `PromptBlocks.on_host`. Saved blocks have their bytes, so no event is waited for."""
-        return self._side.slots_of(self._promise, blocks)
+    @asynccontextmanager
+    async def on_host(self, blocks: range, _after: Sequence[Event]) -> AsyncIterator[Ids]:
+        """See `PromptBlocks.on_host`. Saved blocks have their bytes, so no event is waited for.
+
+        The body may go on after the promise has ended, since a store may still read the slots.
+        """
+        index, lease = self._service.index, self._promise.lease
+        assert lease is not None, "blocks are published that are held"
+        slots = index.slots(Tier.HOST, lease.node, blocks.start, blocks.stop)
+        held = index.hold_as_is(lease.node)
+        try:
+            yield slots
+        finally:
+            index.release(held)
+            self._service.tiers.work.capacity_changed()
 
     async def store_rest(self) -> None:
-        """Store the blocks of the groups outside the index."""
-        await self._side.store_groups(self._promise)
+        """Store the blocks of the groups outside the index.
+
+        Raises:
+            StoreUnavailableError: a block was not stored.
+        """
+        for number, blocks in self._promise.held.items():
+            await self._tiers[number].store_missing(blocks)
 
 
 def _problem_of(lookups: dict[int, GroupLookup]) -> str | None:
