@@ -252,6 +252,8 @@ def test_a_prompt_counts_as_claimed_once_all_of_it_is_loaded(tmp_path: Path) -> 
             assert bool(consumer.load(key, blocks_for(LONG))) is fails
             stats = consumer.cache.stats().wait(PATIENCE_S)
             assert stats.handoff.claimed_prompts == num_claimed
+        producer.cache.release("p")
+        assert producer.cache.reset().wait(PATIENCE_S) == 0, "a publish that is over holds nothing"
 
 
 @pytest.mark.parametrize("end", ["released", "closed", "failed"])
