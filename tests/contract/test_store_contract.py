@@ -425,7 +425,7 @@ BAD_NAMES = (
     "a*", "a?", "[a]", "a\\b", "a]", "[^a]", "{a}b", "a%2e%2e%2fb", "a'b", 'a"b', "a;b", "$(a)",
     "~a", "a@b", "a|b", "a#b", ":", "a:", "a::b", ":a", ".a", "-a", "a,b", "a+b", "\u00e4",
     "a\N{FULLWIDTH FULL STOP}\N{FULLWIDTH FULL STOP}", "\N{ARABIC-INDIC DIGIT ONE}",
-    "\ud800", "a" * 10_240, "a:" * 5_000 + "a",
+    "\ud800", "a" * 10_240, "a:" * 5_000 + "a", ":".join(["a" * 60] * 5),
 )
 # fmt: on
 

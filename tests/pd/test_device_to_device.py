@@ -109,17 +109,6 @@ async def test_what_the_device_has_already_is_not_read_again() -> None:
         assert counts(decode) == (BLOCKS - 5, 0, stored + 1)
 
 
-async def test_blocks_of_which_only_the_host_has_a_copy_are_read_from_the_device() -> None:
-    async with pair() as (_, decode):
-        await decode.run(TOKENS[:20])
-        await decode.service.sleep()
-        await decode.service.wake()
-        assert decode.service.index.match(decode.prompt(TOKENS)).host_blocks == 5
-        stored = decode.storage_stats.fetched_blocks
-        await claim(decode)
-        assert counts(decode) == (BLOCKS, 0, stored + 1)
-
-
 async def test_bytes_that_the_producer_let_go_of_while_they_were_read_are_not_used(
     held_reads: Reads,
 ) -> None:
@@ -200,21 +189,6 @@ async def test_blocks_land_after_the_copies_that_make_room_for_them() -> None:
         assert decode.service.index.match(decode.prompt(other)).num_blocks == 11  # none forgotten
 
 
-async def test_blocks_land_within_the_tenants_quota_beside_what_its_requests_write() -> None:
-    async with pair() as (prefill, decode):
-        shown = ShownPlanes(CpuSharing(), lambda: prefill.service.planes).describe()
-        prompt, ids = decode.prompt(TOKENS[:16]), np.arange(4, dtype=np.int32)
-        decode.service.set_quota("", (8, None))
-        allocate = decode.service.scheduler.acquire_device
-        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), allocate=allocate)
-        async with own.running():
-            request = await decode.admit(list(range(700, 724)))  # 6 blocks, to be computed
-            assert not await finish(own.land(prompt, 0, shown, ids, asked))
-            decode.service.scheduler.end(request)
-            assert await finish(own.land(prompt, 0, shown, ids, asked))
-        await decode.settle()
-
-
 async def test_a_device_without_room_is_left_alone() -> None:
     async with pair(device_blocks=12) as (_, decode):
         other = list(range(500, 516))
@@ -254,17 +228,6 @@ async def test_a_claim_that_is_cancelled_anywhere_leaves_nothing(held_reads: Rea
             decode.service.reset()
         await until(lambda: leases(prefill) == 0, "an end of what was held")
         await claim(decode)
-
-
-async def test_claims_of_one_prompt_at_the_same_time_share_what_lands() -> None:
-    async with pair() as (_, decode):
-        requests = await asyncio.gather(*(claimed(decode, name=f"claim {i}") for i in range(4)))
-        tables = {tuple(request.block_table[:BLOCKS].tolist()) for request in requests}
-        assert len(tables) == 1
-        for request in requests:
-            decode.service.scheduler.end(request)
-        await decode.settle()
-        assert decode.service.stats().handoff.device_blocks == BLOCKS
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["producer", "claimer"])

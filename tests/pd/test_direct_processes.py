@@ -21,7 +21,6 @@ from tests.redis_server import PATIENT, RedisServer, redis_server
 from tests.world import World, world
 from tierkv.clock import SystemClock
 from tierkv.gpu import process_memory
-from tierkv.gpu.protocol import Direction
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.storage.factory import open_store
@@ -97,37 +96,6 @@ async def test_blocks_come_from_the_producer_and_only_the_tail_from_storage(
             await no_leases(other)
 
 
-async def test_by_itself_a_node_without_a_gpu_takes_the_way_of_memory(url: str) -> None:
-    async with claimer(url) as node:
-        with producer(url) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node, COUNT)
-            assert counts(node) == {"memory": BLOCKS, "storage": 1}
-
-
-async def test_what_is_read_from_the_device_needs_no_host_tier_at_either_end(url: str) -> None:
-    tiny = {"host_blocks": 1, "host_after_hits": 99}
-    async with claimer(url, **WAYS["device"]) as node:
-        with producer(url, **WAYS["device"], cache=tiny) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node, COUNT)
-            assert counts(node) == {"device": BLOCKS, "storage": 1}
-            assert node.latch.count(Direction.LOAD) == 1  # of the tail
-
-
-async def test_blocks_that_the_producers_host_tier_has_no_room_for_come_from_storage(
-    url: str,
-) -> None:
-    async with claimer(url) as node:
-        with producer(url, cache={"host_blocks": 7}) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node, COUNT)
-            found = counts(node)
-            assert 0 < found["memory"] <= 7
-            assert found == {"memory": found["memory"], "storage": BLOCKS + 1 - found["memory"]}
-            await no_leases(other)
-
-
 @pytest.mark.parametrize("way", ["memory", "network"], indirect=True)
 async def test_a_producer_that_dies_after_it_has_said_where_blocks_are_is_no_loss(
     url: str, way: str
@@ -172,14 +140,6 @@ async def test_a_producer_that_dies_while_it_is_read_is_no_loss(
         is_told = (way, when) == ("memory", "after")
         assert counts(node) == ({"memory": BLOCKS, "storage": 1} if is_told else FROM_STORAGE)
         assert node.service.stats().handoff.failed_direct_reads == (not is_told)
-
-
-async def test_a_producer_that_is_gone_is_no_loss(url: str, way: str) -> None:
-    async with claimer(url, **WAYS[way]) as node:
-        with producer(url, **WAYS[way]) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-        await claim(node, COUNT)
-        assert counts(node) == FROM_STORAGE
 
 
 async def test_a_producer_that_hangs_costs_a_second(url: str, way: str) -> None:

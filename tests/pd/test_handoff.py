@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
@@ -54,17 +53,6 @@ async def refused(
     await decode.settle()
     assert decode.service.stats().device.used == 0 or decode.service.stats().running_requests == 0
     return error.value
-
-
-async def test_a_claimed_prompt_grows_like_any_other() -> None:
-    async with pair() as (prefill, decode):
-        await publish(prefill, tokens(6))
-        request = await claimed(decode, tokens(6), new=4)
-        grown = [*tokens(6), 42, 43, 44, 45]
-        decode.compute(request, grown, 6)
-        await finish(decode.service.scheduler.commit(request, pack(grown)))
-        decode.service.scheduler.end(request)
-        assert (await decode.run([*grown, 1])).device_tokens == 10
 
 
 async def test_many_claims_at_once_get_one_fetch() -> None:
@@ -205,22 +193,6 @@ async def test_a_block_that_the_store_refuses_is_offered_once_and_there_is_no_ti
         assert num_refused == 1
         assert not await store.exists([Names("tierkv", "").ticket("t")])
         here.service.scheduler.end(request)
-
-
-async def test_a_publish_that_storage_does_not_take_leaves_no_ticket(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("tierkv.pd.handoff._PATIENCE_S", 0.0)
-    async with pair() as (prefill, decode):
-        request = await prefill.admit(tokens(9))
-        await prefill.prefill(request, tokens(9))
-        prefill.the_store.fail_next(2)
-        with pytest.raises(HandoffError) as error:
-            await finish(publish_request(prefill.service, request, "t", [1]))
-        assert error.value.reason == "storage_unavailable"
-        prefill.the_store.fail_next(0)
-        await prefill.ended(request)
-        assert (await refused(decode, tokens(9), "t", deadline_s=SOON_S)).reason == "not_yet"
 
 
 async def test_a_publish_has_a_deadline() -> None:  # fault 12
@@ -413,24 +385,6 @@ def test_swapped_blocks_and_a_zeroed_tail_would_be_noticed() -> None:
         assert not np.array_equal(zeroed, plane)
 
 
-def test_a_ticket_survives_its_encoding() -> None:
-    ticket = Ticket(
-        ticket_id="t",
-        fingerprint=fingerprint().readable(),
-        block_size=4,
-        num_tokens=9,
-        digests=(b"a" * 32, b"b" * 32, b"c" * 32),
-        first_tokens=(1, 2),
-        created_at=1.5,
-        expires_at=2.5,
-        producer="node",
-    )
-    assert Ticket.decode(ticket.encode()) == ticket
-    keys = ticket.keys()
-    assert [key.num_tokens for key in keys] == [4, 4, 1]
-    assert [key.is_tail for key in keys] == [False, False, True]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -458,32 +412,6 @@ def test_a_ticket_that_cannot_be_is_damaged_though_its_checksum_fits(
     assert Ticket.decode(codec.seal(b"TKVT", 1, record)).num_tokens == 9
     with pytest.raises(StoreCorruptError):
         Ticket.decode(codec.seal(b"TKVT", 1, record | change))
-
-
-async def test_as_many_are_staged_at_once_as_there_are_slots_for() -> None:
-    staging = Staging(100)
-    async with AsyncExitStack() as lent:
-        few = [await lent.enter_async_context(staging.group(8)) for _ in range(8)]
-        assert sorted(np.concatenate([one.slots for one in few])) == list(range(100, 164))
-
-        async def take(count: int) -> int:
-            async with staging.group(count) as group:
-                return len(group.slots)
-
-        many = asyncio.create_task(take(GROUP_BLOCKS))
-        behind = asyncio.create_task(take(8))
-        await turns(3)
-        staging_of_one = staging.group(8)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01), staging_of_one:
-                pass
-        await turns(3)
-        assert not many.done()
-        many.cancel()
-        await turns(3)
-        assert not behind.done(), "nothing is free"
-    assert await finish(behind) == 8
-    assert staging.num_free_groups == NUM_GROUPS
 
 
 async def test_who_wants_few_slots_does_not_overtake_who_wants_many() -> None:

@@ -102,17 +102,6 @@ async def test_a_block_that_went_although_it_was_promised_is_a_gap(gone: int) ->
         decode.service.scheduler.end(request)
 
 
-@pytest.mark.parametrize("gone", [1, GROUP_BLOCKS + 3])
-async def test_behind_the_gap_comes_what_another_prompts_tail_has_of_it(gone: int) -> None:
-    async with pair() as (prefill, decode, _):
-        await publish(prefill, PROMPT, "ticket")
-        await publish(prefill, PROMPT[: 4 * gone + 3], "shorter")
-        await decode.the_store.delete([prefill.names(PROMPT)[gone]])
-        request = await claimed(decode, PROMPT, new=0, policy=ClaimPolicy.RECOMPUTE)
-        assert request.cached_tokens == 4 * gone + 3
-        decode.service.scheduler.end(request)
-
-
 async def test_a_claim_is_acknowledged_when_its_blocks_are_on_the_device() -> None:
     async with pair() as (prefill, decode, _):
         await publish(prefill, PROMPT, "ticket")

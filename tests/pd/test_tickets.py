@@ -206,37 +206,6 @@ async def test_a_ticket_under_another_tickets_name_is_damaged() -> None:
         await claim(decode, tokens(9))
 
 
-async def test_an_open_ticket_under_another_tickets_name_is_damaged() -> None:
-    async with pair() as (prefill, decode):
-        names, handoff = Names("tierkv", ""), prefill.service.handoff
-        assert handoff is not None
-        opened = handoff.tickets.new_open("other", prefill.prompt(tokens(9)))
-        await finish(handoff.tickets.put(opened))
-        await copied(prefill, names.open_ticket("other"), names.open_ticket("ticket"))
-        with pytest.raises(HandoffError, match="other") as refused:
-            await claim(decode, tokens(9))
-        assert refused.value.reason == "damaged"
-        state = await finish(decode.service.ticket_state("ticket"))
-        assert state.state is Standing.DAMAGED
-
-
-async def test_an_acknowledgement_under_another_tickets_name_says_nothing() -> None:
-    clock = TurnedClock()  # both tickets are of the same second
-    async with pair(clock) as (prefill, decode):
-        names = Names("tierkv", "")
-        await publish(prefill, tokens(9), "other")
-        await publish(prefill, tokens(9))
-        request, _ = await finish(
-            claim_request(
-                decode.service, "claim", "other", decode.prompt(tokens(9)), max_new_tokens=1
-            )
-        )
-        await decode.ended(request)
-        await copied(prefill, names.acknowledgement("other"), names.acknowledgement("ticket"))
-        state = await finish(decode.service.ticket_state("ticket"))
-        assert state.state is Standing.WHOLE
-
-
 @pytest.mark.parametrize("has_ttl", [True, False])
 async def test_a_lease_under_another_producers_name_says_nothing_and_an_old_one_still_does(
     monkeypatch: pytest.MonkeyPatch, *, has_ttl: bool

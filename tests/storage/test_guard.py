@@ -227,25 +227,6 @@ async def test_reads_behind_stuck_ones_are_given_up_though_they_were_never_begun
     assert stuck.result()[0] is GetStatus.FAILED
 
 
-async def test_reads_that_wait_for_a_store_that_answers_have_their_turn_in_order(
-    make: Make,
-) -> None:
-    pair = await make(max_reads=1, timeout_s=1.0)
-    pair.faulty.delay_s = 0.05
-    ended: list[int] = []
-
-    async def ask(number: int) -> None:
-        await pair.store.exists([NAMES[number]])
-        ended.append(number)
-
-    async with asyncio.TaskGroup() as group:  # 1.5 s together, more than one may take
-        asking = [group.create_task(ask(number)) for number in range(30)]
-        await until(lambda: len(ended) > 0, "the first answer")
-        asking[7].cancel()
-    assert ended == [*range(7), *range(8, 30)]
-    assert pair.state is BreakerState.CLOSED
-
-
 async def test_a_turn_that_comes_with_a_cancel_goes_to_the_next() -> None:
     turns = SlotGate(1)
     await turns.acquire()

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.api.nodes import process, run_to_end
-from tests.e2e.exact import text, truth
 from tests.latch import finish, until
 from tests.sessions import publish_request
 from tests.storage.values import TurnedClock, get_one, put_one
@@ -24,7 +22,6 @@ from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.refmodel.model import decode as decode_text
 from tierkv.sched import slots
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
@@ -233,61 +230,3 @@ async def test_reads_and_the_sweep_do_not_wait_for_the_lock_of_a_frozen_writer(
             assert not done
         assert await finish(writing) is PutStatus.STORED
         assert await store.sweep() == 1
-
-
-CONFIG = """
-[cache]
-block_size = 16
-storage_write = "write_through"
-"""
-IN_A_HURRY = (
-    CONFIG
-    + """
-[node]
-drain_grace_s = 0.5
-close_limit_s = 1.5
-"""
-)
-
-
-async def test_a_node_answers_while_writes_hang_and_ends_at_its_limit(tmp_path: Path) -> None:
-    prompt, root, config = text(100), tmp_path / "store", tmp_path / "tierkv.toml"
-    config.write_text(CONFIG)
-    options = ("--config", config, "--storage", root.as_uri())
-    body = {"prompt": decode_text(prompt), "max_tokens": 4}
-    expected = truth(prompt, 4).tokens
-
-    async def values() -> int:
-        return len([path for path in root.glob("tierkv,*/*/*/*") if path.is_file()])
-
-    async def until_stored() -> None:
-        async with asyncio.timeout(20):
-            while await values() < len(prompt) // 16:  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.02)
-
-    async with process(tmp_path, *options) as here:
-        assert tuple((await here.client.post("/v1/generate", body)).body["tokens"]) == expected
-        await until_stored()
-        here.terminate()
-        assert await here.ended() == 0
-    for path in root.glob("tierkv,*/*/*/*"):
-        path.unlink()
-    config.write_text(IN_A_HURRY)
-    async with process(tmp_path, *options) as here:
-        with all_locked(root):
-            for _ in range(3):
-                async with asyncio.timeout(10):
-                    answer = await here.client.post("/v1/generate", body)
-                assert tuple(answer.body["tokens"]) == expected
-            here.terminate()
-            assert await here.ended() == 1
-        assert "close_limit_s" in here.log_text()
-    config.write_text(CONFIG)
-    async with process(tmp_path, *options) as here:
-        assert tuple((await here.client.post("/v1/generate", body)).body["tokens"]) == expected
-        await until_stored()
-        here.terminate()
-        assert await here.ended() == 0
-    status, out, err = await run_to_end(tmp_path, "storage", "verify", root.as_uri())
-    assert status == 0, err
-    assert "0 damaged" in out

@@ -93,21 +93,6 @@ async def test_nobody_hears_of_other_topics_or_when_no_longer_listening(url: str
         assert await other.next(0.01) is None
 
 
-async def test_a_hundred_topics_come_and_go(url: str) -> None:
-    async with opened(url, url) as [(_, teller), (_, hearer)]:
-
-        async def one(number: int) -> None:
-            with hearer.listen(f"{TOPIC}:{number}") as listener:
-                await live(listener)
-                await teller.notify(f"{TOPIC}:{number}", f"m{number}")
-                while await finish(listener.next(10)) != f"m{number}":
-                    pass
-
-        async with asyncio.TaskGroup() as group:
-            for number in range(100):
-                group.create_task(one(number))
-
-
 async def test_a_store_in_memory_tells_within_its_process() -> None:
     async with opened("memory://") as [(_, notifier)]:
         with notifier.listen(TOPIC) as listener:

@@ -279,32 +279,6 @@ def move_all(cluster: RedisCluster, source: RedisServer, target: RedisServer) ->
             pipe.execute()
 
 
-async def test_a_master_that_gives_up_and_takes_over_its_slots_fails_nobody(
-    empty_cluster: RedisCluster,
-) -> None:
-    """Its first slot leads to a node that is no master by the table; its last one away from one."""
-    cluster = empty_cluster
-    store = redis_store(cluster.url)
-    leaving, staying = cluster.masters[:2]
-    async with store.running():
-        await filled(store, FEW)
-        for source, target in ((leaving, staying), (staying, leaving)):
-            async with asyncio.TaskGroup() as group:
-                moving = group.create_task(asyncio.to_thread(move_all, cluster, source, target))
-
-                async def use(moving: asyncio.Task[None] = moving) -> None:
-                    while not moving.done():
-                        landings = [landing(name, 5_000) for name in FEW]
-                        outcomes = await store.get_into([item for item, _ in landings])
-                        assert {(one.status, one.reason) for one in outcomes} == {
-                            (GetStatus.HIT, "")
-                        }
-                        assert await store.exists(FEW) == len(FEW)
-
-                for _ in range(4):
-                    group.create_task(use())
-
-
 async def test_values_on_their_way_between_two_masters_are_listed(
     empty_cluster: RedisCluster,
 ) -> None:

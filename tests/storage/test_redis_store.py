@@ -342,32 +342,6 @@ async def test_a_server_that_refuses_writes_and_changes_is_still_read(
         assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
 
 
-@pytest.mark.parametrize(
-    "lets_nothing_be_changed",
-    [
-        ("REPLICAOF", "127.0.0.1", "1"),
-        ("CONFIG", "SET", "min-replicas-to-write", "1"),
-        ("ACL", "SETUSER", "default", "-pexpire", "-unlink"),
-    ],
-)
-async def test_a_server_that_refuses_changes_is_not_kept_from_its_readers(
-    mortal_redis: RedisServer, lets_nothing_be_changed: tuple[str, ...]
-) -> None:
-    """The blocks of a prompt that is used live on: it is told in batches, one after the other."""
-    inner = redis_store(mortal_redis.url)
-    store = GuardedStore(inner, ResilienceSettings(timeout_s=10.0), SystemClock())
-    async with store.running():
-        assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
-        await asyncio.to_thread(mortal_redis.execute, *lets_nothing_be_changed)
-        for _ in range(10):
-            with pytest.raises(StoreRefusedError, match="refused PEXPIRE"):
-                await store.touch(NAMES[:1], ttl_s=60)
-            with pytest.raises(StoreRefusedError, match="refused UNLINK"):
-                await store.delete(NAMES[:1])
-        assert store.health.num_opened == 0
-        assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
-
-
 def test_the_command_line_takes_the_files_for_tls(tls_redis: str, certificates: Path) -> None:
     trusting = ["--tls-ca", str(certificates / "cert.pem"), "du", tls_redis]
     result = CliRunner().invoke(storage, trusting, catch_exceptions=False)

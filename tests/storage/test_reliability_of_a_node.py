@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -275,40 +274,3 @@ async def test_row_7_what_redis_evicts_meanwhile_is_the_end_of_the_prefix_and_ne
         assert isinstance(evicted, dict)
         assert evicted["evicted_keys"] > 0
     print(f"{gaps} of {count} had a value go between question and answer")  # noqa: T201 - for docs
-
-
-@trials(60, 10_000)
-async def test_row_24_a_tail_of_other_tokens_in_redis_is_never_taken(
-    count: int, empty_redis: RedisServer
-) -> None:
-    layout = LAYOUTS["gqa"]
-    ground = Blocks(empty_redis, layout, layout.block_size - 1)
-    [tail] = ground.keys
-    async with ground.running():
-        for _ in range(count):
-            written, wanted = random.sample(range(1, layout.block_size), 2)
-            keys = [replace(tail, num_tokens=tokens) for tokens in (written, wanted)]
-            await ground.flush(keys[:1])
-            # The same digest, as no honest writer makes it: only the header can tell.
-            await ground.execute("RENAME", *(ground.names.name(key) for key in keys))
-            assert await ground.fetch(keys[1]) is GetStatus.DAMAGED
-            assert await ground.fetch(keys[1]) is GetStatus.MISS
-
-
-@trials(20, 200)
-async def test_row_25_a_writer_with_another_layout_is_a_miss_in_redis_too(
-    count: int, empty_redis: RedisServer
-) -> None:
-    for trial in range(count):
-        plane = replace(GQA.planes[0], dtype=f"stale{trial}")
-        stale = Blocks(empty_redis, Layout(BLOCK, (plane, *GQA.planes[1:])), 3 * BLOCK)
-        ours = Blocks(empty_redis, GQA, 3 * BLOCK)
-        async with stale.running(), ours.running():
-            await stale.flush(stale.keys)
-            assert await ours.io.count_present(ours.keys) == 0
-            # Even under our names its values are not ours.
-            for theirs, key in zip(stale.keys, ours.keys, strict=True):
-                names = (stale.names.name(theirs), ours.names.name(key))
-                await ours.execute("RENAME", *names)
-                assert await ours.fetch(key) is GetStatus.DAMAGED
-                assert await ours.fetch(key) is GetStatus.MISS

@@ -10,7 +10,6 @@ from typing import TypeVar
 import pytest
 
 from tests.e2e.exact import exact_node, text, truth
-from tests.redis_groups import redis_cluster
 from tests.redis_proxy import Proxy, redis_proxy
 from tests.redis_server import RedisServer
 from tests.storage.values import content_of, get_one, put_one
@@ -65,39 +64,6 @@ async def test_a_store_that_takes_half_a_second_for_each_answer_is_used(
             assert store.health.circuit is BreakerState.CLOSED
             if is_late_at_first:
                 assert store.health.num_opened == 0
-
-
-@asynccontextmanager
-async def late_sentinel(server: RedisServer) -> AsyncIterator[str]:
-    """Knows `server` as the master of every service, and takes long to say so."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        port = str(server.port)
-        while asked := await reader.read(10_000):
-            await asyncio.sleep(LATENCY_S)
-            if b"GET-MASTER-ADDR" in asked:
-                writer.write(f"*2\r\n$9\r\n127.0.0.1\r\n${len(port)}\r\n{port}\r\n".encode())
-            else:  # redis-py introduces itself
-                writer.write(b"+OK\r\n" * asked.count(b"SETINFO"))
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
-        yield f"redis+sentinel://127.0.0.1:{listener.sockets[0].getsockname()[1]}/kv"
-
-
-async def test_who_says_where_the_servers_are_may_take_long_to_say_so(
-    empty_redis: RedisServer,
-) -> None:
-    with redis_cluster(1) as cluster:
-        async with (
-            redis_proxy(cluster.masters[0].port) as proxy,
-            late_sentinel(empty_redis) as sentinel_url,
-        ):
-            proxy.delay_s = LATENCY_S
-            for url in (f"redis+cluster://127.0.0.1:{proxy.port}", sentinel_url):
-                store = open_guarded_store(url, StoreSettings(), SystemClock())
-                async with store.running():
-                    assert await put_one(store, "t:f:a:0", b"x") is PutStatus.STORED
 
 
 class CountedTurns(StoreWrapper):

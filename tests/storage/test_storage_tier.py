@@ -17,7 +17,7 @@ from tests.storage.values import memory
 from tests.world import BLOCK, World, fingerprint, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError, HandoffError, StoreUnavailableError
+from tierkv.errors import HandoffError, StoreUnavailableError
 from tierkv.pd.settings import HandoffSettings
 from tierkv.storage.codec import TenantCodecs, Trust
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
@@ -171,14 +171,6 @@ async def test_only_who_has_the_key_reads_or_writes_blocks(trust: Trust) -> None
                 assert stats is not None
                 assert stats.damaged_blocks > 0
         assert num_values >= 3
-
-
-def test_each_tenant_has_a_key_of_its_own() -> None:
-    codecs = TenantCodecs(Trust.SEALED, bytes(32))
-    assert codecs("a" * 16) is codecs("a" * 16)
-    assert codecs("a" * 16) is not codecs("b" * 16)
-    with pytest.raises(ConfigError):
-        TenantCodecs(Trust.SIGNED, None)
 
 
 class Kept(FaultyStore):

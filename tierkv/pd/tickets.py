@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, Self, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -57,7 +57,7 @@ from tierkv.transfer.storage_io import StorageIO
 # acknowledgement    the ticket was claimed
 
 _VERSION = 1
-_TICKET, _OPEN, _ACKNOWLEDGED = b"TKVT", b"TKVO", b"TKVA"
+_ACKNOWLEDGED = b"TKVA"
 _DIGEST_BYTES = 32
 _Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 MAX_TICKET_BYTES = 16 << 20  # about 300,000 blocks
@@ -117,6 +117,7 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
         direct: address of the blocks in the producer's memory; None if they cannot be read there.
     """
 
+    magic: ClassVar[bytes]
     ticket_id: str
     fingerprint: dict[str, str]
     block_size: int
@@ -136,6 +137,18 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a digest has a wrong length")
         if not (math.isfinite(self.created_at) and math.isfinite(self.expires_at)):
             raise ValueError("a ticket's times must be finite numbers")  # it would never expire
+
+    def encode(self) -> bytes:
+        return codec.seal(self.magic, _VERSION, self)
+
+    @classmethod
+    def decode(cls, value: bytes) -> Self:
+        """Return the ticket or open ticket in `value`.
+
+        Raises:
+            StoreCorruptError: the value is damaged, or a record of another kind.
+        """
+        return codec.unseal(cls.magic, _VERSION, value, cls)
 
     def keys(self) -> list[StoredKey]:
         tail = self.num_tokens % self.block_size
@@ -158,22 +171,11 @@ class Ticket(_Handed, frozen=True, kw_only=True):
         trace: the tracing span of the publish, as W3C's `traceparent`; "" for none.
     """
 
+    magic = b"TKVT"
     first_tokens: tuple[_Token, ...]
     sampling: dict[str, str] = {}
     incarnation: str = ""
     trace: str = ""
-
-    def encode(self) -> bytes:
-        return codec.seal(_TICKET, _VERSION, self)
-
-    @classmethod
-    def decode(cls, value: bytes) -> Ticket:
-        """Return the ticket in `value`.
-
-        Raises:
-            StoreCorruptError: the value is damaged.
-        """
-        return codec.unseal(_TICKET, _VERSION, value, cls)
 
 
 class OpenTicket(_Handed, frozen=True, kw_only=True):
@@ -184,20 +186,9 @@ class OpenTicket(_Handed, frozen=True, kw_only=True):
         failure: the reason why no ticket will come; "" while one may come.
     """
 
+    magic = b"TKVO"
     incarnation: str
     failure: str = ""
-
-    def encode(self) -> bytes:
-        return codec.seal(_OPEN, _VERSION, self)
-
-    @classmethod
-    def decode(cls, value: bytes) -> OpenTicket:
-        """Return the open ticket in `value`.
-
-        Raises:
-            StoreCorruptError: the value is damaged.
-        """
-        return codec.unseal(_OPEN, _VERSION, value, cls)
 
 
 class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,14 +96,6 @@ class MemoryStore(BaseStore):
     async def ping(self) -> None:
         self._check_open()
 
-    async def exists(self, names: Sequence[str]) -> int:
-        check_names(names)
-        self._check_open()
-        for found, name in enumerate(names):
-            if self._live(name) is None:
-                return found
-        return len(names)
-
     async def present(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         self._check_open()

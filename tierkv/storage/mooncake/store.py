@@ -28,7 +28,6 @@ from tierkv.storage.base import (
     WorkerThreads,
     copy_into,
     flat,
-    num_leading,
     room_for,
     why_unreachable,
 )
@@ -563,9 +562,6 @@ class MooncakeStore(BaseStore):
 
     async def ping(self) -> None:
         await self._askers.run(self._opened().ping)
-
-    async def exists(self, names: Sequence[str]) -> int:
-        return num_leading(await self.present(names))
 
     async def present(self, names: Sequence[str]) -> list[bool]:
         check_names(names)

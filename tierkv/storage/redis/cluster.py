@@ -21,12 +21,11 @@ from functools import partial
 
 from tierkv.clock import Clock
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.redis.control import ask_once
+from tierkv.storage.redis.control import ask_once, connection_factory
 from tierkv.storage.redis.node import (
     NAMES_PER_COMMAND,
     KeyCommand,
     Purpose,
-    RedisAccess,
     RedisNode,
     cut,
     expect,
@@ -34,7 +33,7 @@ from tierkv.storage.redis.node import (
     question_each,
     understood,
 )
-from tierkv.storage.redis.pool import FixedAddress, finished
+from tierkv.storage.redis.pool import FixedAddress, RedisAccess, finished
 from tierkv.storage.redis.resp import Refused, Reply, pack
 from tierkv.storage.redis.url import RedisUrl
 from tierkv.storage.redis.wire import Address, Unanswered, WireRequest, is_port, port_of
@@ -490,7 +489,7 @@ class Topology:
         access = self._access
         deadline_s = access.settings.timeout_s / len(known)
         for address in sorted(known, key=lambda address: self._silent.get(address, 0.0)):
-            connection = access.connection(address)
+            connection = connection_factory(address, access)
             command = ("CLUSTER", "SLOTS")
             try:
                 reply = await ask_once(

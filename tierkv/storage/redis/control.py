@@ -30,8 +30,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.base import why_unreachable
 from tierkv.storage.protocol import EMPTY_MESSAGE, Listener, Topics, check_message
-from tierkv.storage.redis.pool import Login
-from tierkv.storage.redis.url import TlsFiles
+from tierkv.storage.redis.pool import Login, RedisAccess
 from tierkv.storage.redis.wire import Address
 from tierkv.tasks import background, supervised
 from tierkv.threads import aside
@@ -249,25 +248,21 @@ class _Unix(_BehavesWell, UnixDomainSocketConnection): ...
 
 
 def connection_factory(
-    address: Address,
-    login: Login,
-    tls: TlsFiles | None,
-    *,
-    connect_timeout_s: float,
+    address: Address, access: RedisAccess, login: Login | None = None
 ) -> Callable[[], RedisConnection]:
     """Return a function that makes redis-py connections, not connected yet.
 
     Args:
         address: the server's address.
-        login: user, password and database.
-        tls: files for TLS; None for plain connections.
-        connect_timeout_s: seconds for connecting.
+        access: settings and login of the store.
+        login: user, password and database; None for the store's own.
     """
+    login, tls = login or access.login, access.tls_files
     options: dict[str, object] = {
         "db": login.db,
         "username": login.username,
         "password": login.password,
-        "socket_connect_timeout": connect_timeout_s,
+        "socket_connect_timeout": access.settings.connect_timeout_s,
         "socket_timeout": None,  # the exchange's deadline covers every read and write
         "retry": Retry(NoBackoff(), 0),
         "decode_responses": False,

@@ -7,9 +7,8 @@ import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, MutableSequence, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import Enum
-from ssl import SSLContext
 from typing import Final, Protocol, TypeVar
 
 from redis.exceptions import AskError, ResponseError, TryAgainError
@@ -39,11 +38,12 @@ from tierkv.storage.redis.control import (
     conversation,
 )
 from tierkv.storage.redis.pool import (
+    READING_AWAY_BYTES,
+    READING_BYTES,
     WRITING_BYTES,
     ConnectionPool,
-    Dialer,
     Locator,
-    Login,
+    RedisAccess,
     finished,
 )
 from tierkv.storage.redis.resp import (
@@ -57,14 +57,12 @@ from tierkv.storage.redis.resp import (
     pack_each,
     pack_set,
 )
-from tierkv.storage.redis.url import RedisSettings, TlsFiles
 from tierkv.storage.redis.wire import (
     Address,
-    TransferTimeout,
     Turn,
     Unanswered,
+    Window,
     WireRequest,
-    WireStats,
 )
 from tierkv.threads import aside
 
@@ -189,7 +187,6 @@ NAMES_PER_COMMAND = 1024
 _SCAN_COUNT = 1000
 _PTTL_NO_EXPIRY = -1  # below it stands "no such key"
 _POSITION_CHARS = 20  # of a 64-bit number
-_MAX_WAITING = 16_384
 _CHANGES = ("PEXPIRE", "UNLINK")
 
 T = TypeVar("T")
@@ -201,44 +198,6 @@ class Purpose(Enum):
     READ = "read"
     WRITE = "write"
     QUESTION = "question"
-
-
-@dataclass(frozen=True, slots=True)
-class RedisAccess:
-    """Settings, login and shared counters for the connections to all servers of one store.
-
-    Attributes:
-        settings: the store's settings.
-        login: user, password and database.
-        tls_files: paths of the TLS files, for redis-py; None for plain connections.
-        tls: the TLS settings for connections that move values; None for plain ones.
-        stats: counts of connections and bytes.
-        pace: the time limit of an exchange.
-        turn: the bytes that all connections for writes may still send in this turn of the event
-            loop.
-    """
-
-    settings: RedisSettings
-    login: Login
-    tls_files: TlsFiles | None
-    tls: SSLContext | None
-    stats: WireStats
-    pace: TransferTimeout
-    turn: Turn = field(default_factory=Turn)
-
-    def connection(
-        self, address: Address, login: Login | None = None
-    ) -> Callable[[], RedisConnection]:
-        """Return a function that makes redis-py connections to a server.
-
-        Args:
-            address: the server's address.
-            login: user, password and database; None for the store's own.
-        """
-        timeout_s = self.settings.connect_timeout_s
-        return connection_factory(
-            address, login or self.login, self.tls_files, connect_timeout_s=timeout_s
-        )
 
 
 # Number of parts in which names are counted at once: a gap among 1,000 names is found in three
@@ -316,24 +275,24 @@ class RedisNode:
         self._access = access
         self._clock = clock
         self._is_far = False  # the last count took long
-        reading = Dialer(
-            locator, access.login, access.tls, settings.connect_timeout_s, access.pace,
-            access.stats,
-        )  # fmt: skip
-        writing = replace(
-            reading,
-            turn=access.turn,  # writes have their own budget and never delay questions
-            home_bytes=WRITING_BYTES,
-            away_bytes=settings.write_connections * WRITING_BYTES,  # a long value on each
-        )
+        questions, long_values = Turn(), settings.write_connections * WRITING_BYTES
 
-        def pool(dialer: Dialer, count: int) -> ConnectionPool:
-            return ConnectionPool(dialer, num_connections=count, max_waiting=_MAX_WAITING, url=url)
+        def pool(count: int, turn: Turn, home_bytes: int, away_bytes: int) -> ConnectionPool:
+            window = Window(home_bytes=home_bytes, away_bytes=away_bytes)
+            return ConnectionPool(
+                locator, access, turn=turn, window=window, num_connections=count, url=url
+            )
 
         self.pools = {
-            Purpose.READ: pool(reading, settings.num_connections),
-            Purpose.WRITE: pool(writing, settings.write_connections),
-            Purpose.QUESTION: pool(reading, 1),
+            Purpose.READ: pool(
+                settings.num_connections, questions, READING_BYTES, READING_AWAY_BYTES
+            ),
+            # Writes have a turn of their own and never delay questions; a long value on each
+            # connection may be on its way to another machine.
+            Purpose.WRITE: pool(
+                settings.write_connections, access.turn, WRITING_BYTES, long_values
+            ),
+            Purpose.QUESTION: pool(1, questions, READING_BYTES, READING_AWAY_BYTES),
         }
 
     @asynccontextmanager
@@ -382,7 +341,7 @@ class RedisNode:
             StoreUnavailableError: the server's address is not known.
         """
         # In a thread: for each connection redis-py reads its own package's version.
-        return await aside(self._access.connection(await self.locate()))
+        return await aside(connection_factory(await self.locate(), self._access))
 
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose
@@ -456,7 +415,7 @@ class RedisNode:
         Raises:
             StoreUnavailableError: the server refused or did not answer.
         """
-        new_connection = self._access.connection(address)
+        new_connection = connection_factory(address, self._access)
         deadline_s = self._access.pace.deadline_s(0)
         values: dict[str, StoredValue] = {}
         moving: list[str] = []

@@ -13,6 +13,7 @@ from typing import Protocol
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.base import why_unreachable
 from tierkv.storage.redis.resp import Argument, Refused, pack
+from tierkv.storage.redis.url import RedisSettings, TlsFiles
 from tierkv.storage.redis.wire import (
     Address,
     Batch,
@@ -40,6 +41,7 @@ READING_BYTES = 1 << 20
 WRITING_BYTES = 512 << 10
 READING_AWAY_BYTES = 3 << 20
 _BEGUN_FIRST = 4  # requests of a batch that are sent before the rest is made
+_MAX_WAITING = 16_384  # queued requests at which a batch of any size is accepted
 # Seconds in which a task without a connection leaves requests to tasks that have one.
 _WITHOUT_S = 0.5
 
@@ -83,29 +85,27 @@ class Login:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialer:
-    """The parameters of a pool's connections.
+class RedisAccess:
+    """Settings, login and shared counters for the connections to all servers of one store.
 
     Attributes:
-        locator: the source of the server's address.
+        settings: the store's settings.
         login: user, password and database.
-        tls: settings of the TLS handshake; None for plain connections.
-        connect_timeout_s: seconds for connecting.
-        pace: the time limit of a request.
+        tls_files: paths of the TLS files, for redis-py; None for plain connections.
+        tls: the TLS settings for connections that move values; None for plain ones.
         stats: counts of connections and bytes.
-        turn: the bytes that may still be sent in this turn of the event loop.
-        home_bytes, away_bytes: see `Window`.
+        pace: the time limit of an exchange.
+        turn: the bytes that all connections for writes may still send in this turn of the event
+            loop.
     """
 
-    locator: Locator
+    settings: RedisSettings
     login: Login
+    tls_files: TlsFiles | None
     tls: SSLContext | None
-    connect_timeout_s: float
+    stats: WireStats
     pace: TransferTimeout
-    stats: WireStats = field(default_factory=WireStats)
     turn: Turn = field(default_factory=Turn)
-    home_bytes: int = READING_BYTES
-    away_bytes: int = READING_AWAY_BYTES
 
 
 class ConnectionPool:
@@ -116,24 +116,35 @@ class ConnectionPool:
     another one. While no new connection can be opened, requests wait for those that work.
     """
 
-    def __init__(self, dialer: Dialer, *, num_connections: int, max_waiting: int, url: str) -> None:
+    def __init__(
+        self,
+        locator: Locator,
+        access: RedisAccess,
+        *,
+        turn: Turn,
+        window: Window,
+        num_connections: int,
+        url: str,
+    ) -> None:
         """Create the pool; `running` starts it.
 
         Args:
-            dialer: the parameters of connections.
+            locator: the source of the server's address.
+            access: login and limits of connections.
+            turn: the bytes that may still be sent in this turn of the event loop.
+            window: the limit for values on their way.
             num_connections: number of connections.
-            max_waiting: largest number of queued requests at which another batch, of any size, is
-                accepted.
             url: the server's URL without password, for error messages.
         """
-        self._dialer = dialer
+        self._locator = locator
+        self._access = access
+        self._turn = turn
         self.num_connections = num_connections
         self._max_retries = min(num_connections, _MAX_RETRIES)
-        self._max_waiting = max_waiting
         self._url = url
         self._waiting: deque[WireRequest] = deque()
         self._idle: deque[asyncio.Future[None]] = deque()  # one per task without a request
-        self._window = Window(home_bytes=dialer.home_bytes, away_bytes=dialer.away_bytes)
+        self._window = window
         self._is_open = False
         self._wires: list[Wire] = []
 
@@ -169,7 +180,7 @@ class ConnectionPool:
         refusal = None
         if not self._is_open:
             refusal = f"{self._url} is closed"
-        elif len(self._waiting) >= self._max_waiting:
+        elif len(self._waiting) >= _MAX_WAITING:
             refusal = f"{self._url} has {len(self._waiting)} requests waiting for it"
         begun: list[WireRequest] = []
         for request in requests:
@@ -263,7 +274,7 @@ class ConnectionPool:
         An idle connection may. A connection that is busy with a long write may take another long
         write from this machine; the comment at READING_BYTES has the reason.
         """
-        if not (self._waiting and wire.is_ready and wire.has_room and self._dialer.turn.left > 0):
+        if not (self._waiting and wire.is_ready and wire.has_room and self._turn.left > 0):
             return False
         return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
 
@@ -288,16 +299,16 @@ class ConnectionPool:
 
     async def _connect(self) -> Wire:
         """Return a new connection that is logged in."""
-        dialer = self._dialer
-        deadline_s = dialer.connect_timeout_s
+        access = self._access
+        deadline_s = access.settings.connect_timeout_s
         try:
             async with asyncio.timeout(deadline_s):
-                address = await dialer.locator.locate()
-                pipe = await open_pipe(address, dialer.tls)
+                address = await self._locator.locate()
+                pipe = await open_pipe(address, access.tls)
         except TimeoutError as error:
             late = f"{self._url} did not answer within {deadline_s * 1000:.0f} ms"
             is_tls = (
-                " to a TLS handshake: check that it uses TLS on this port" if dialer.tls else ""
+                " to a TLS handshake: check that it uses TLS on this port" if access.tls else ""
             )
             raise StoreUnavailableError(late + is_tls) from error
         except OSError as error:
@@ -305,9 +316,9 @@ class ConnectionPool:
             raise StoreUnavailableError(f"{self._url} cannot be reached {why}") from error
         wire = Wire(
             pipe,
-            dialer.pace,
-            dialer.stats,
-            turn=dialer.turn,
+            access.pace,
+            access.stats,
+            turn=self._turn,
             window=self._window,
             owner=self,
         )
@@ -325,7 +336,7 @@ class ConnectionPool:
         return wire
 
     async def _log_in(self, wire: Wire) -> None:
-        for command in self._dialer.login.commands():
+        for command in self._access.login.commands():
             request = WireRequest([memoryview(pack(*command))], None, 0)
             request.is_login = True
             if wire.is_lost:

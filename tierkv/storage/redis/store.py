@@ -39,13 +39,13 @@ from tierkv.storage.redis.control import (
     RedisConnection,
     RedisNotifier,
     ask_once,
+    connection_factory,
     conversation,
 )
 from tierkv.storage.redis.node import (
     NAMES_PER_COMMAND,
     KeyCommand,
     Purpose,
-    RedisAccess,
     RedisNode,
     Router,
     cut,
@@ -58,7 +58,7 @@ from tierkv.storage.redis.node import (
     question,
     understood,
 )
-from tierkv.storage.redis.pool import FixedAddress, Locator, Login
+from tierkv.storage.redis.pool import FixedAddress, Locator, Login, RedisAccess
 from tierkv.storage.redis.resp import Reply, TooLong
 from tierkv.storage.redis.url import RedisSettings, RedisUrl, Setup
 from tierkv.storage.redis.wire import Address, Unanswered, WireStats, port_of
@@ -108,7 +108,7 @@ class SentinelLocator:
         settings = self._access.settings
         login = Login(settings.sentinel_username, settings.sentinel_password)
         reply = await ask_once(
-            self._access.connection(sentinel, login),
+            connection_factory(sentinel, self._access, login),
             ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._url.service),
             url=f"the sentinel at {sentinel}",
             deadline_s=self._access.pace.deadline_s(0) / len(self._sentinels),
@@ -200,7 +200,7 @@ class RedisStore(BaseStore):
     async def _read_clock(self, router: Router, access: RedisAccess) -> None:
         """Record how far a server's clock differs from this machine's, if the server answers."""
         try:
-            new_connection = access.connection(await router.nodes()[0].locate())
+            new_connection = connection_factory(await router.nodes()[0].locate(), access)
             deadline_s = access.pace.deadline_s(0)
             async with conversation(new_connection, url=self.url, deadline_s=deadline_s) as talk:
                 await talk.ask([("PING",)])  # connects: that time is no part of the next answer's
