@@ -212,6 +212,13 @@ async def test_nodes_that_do_both_are_asked_alone() -> None:
         assert at_all(on.both, "generate") == 1
 
 
+async def test_the_only_node_gets_another_chance_after_it_has_failed() -> None:
+    async with stage(0, 0, 1) as on:
+        on.both[0].breaks_after, on.both[0].breaks_left = 0, 1
+        await answered(on)
+        assert at_all(on.both, "generate") == 2
+
+
 async def test_a_text_becomes_tokens_at_a_node_that_answers_and_once(on: Stage) -> None:
     nodes = (*on.prefill, *on.decode)
     for node in nodes[:-1]:
