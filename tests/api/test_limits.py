@@ -178,6 +178,21 @@ async def test_half_a_head_is_closed_in_time_however_slowly_it_comes(before: byt
         assert b"200" not in await ended
 
 
+async def test_the_rest_of_a_refused_body_is_not_taken_for_a_late_head() -> None:
+    async with (
+        here(max_work_bytes=500_000, head_timeout_s=0.3) as on,
+        connected(on.client.url) as (reader, writer),
+    ):
+        writer.write(HEAD + b"Content-Length: 600000\r\n\r\n")
+        assert b" 422 " in await reader.readline()
+        for _ in range(6):
+            writer.write(b" " * 100_000)
+            await asyncio.sleep(0.1)  # all of them together take longer than a head may
+        await reader.readuntil(b"}")
+        writer.write(LIVE)
+        assert b" 200 " in await reader.readline()
+
+
 async def test_a_connection_without_a_request_is_closed_in_time() -> None:
     async with here(idle_timeout_s=0.3) as on:
         for sent in (b"", LIVE):

@@ -16,7 +16,7 @@ from tierkv.errors import ConfigError
 from tierkv.gateway.calls import NodeCalls, _Probe
 from tierkv.gateway.failures import AttemptError
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
-from tierkv.gateway.routing import PrefixMemory
+from tierkv.gateway.routing import PrefixMemory, choose_decode
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
 from tierkv.tokenizers import StopFinder
 
@@ -94,6 +94,15 @@ def test_the_memory_is_bounded_and_forgets_the_oldest() -> None:
 
 
 # Choice
+
+
+def test_the_less_busy_node_decodes_and_of_equal_ones_that_with_the_prefix() -> None:
+    first, second = node("a"), node("b")
+    assert choose_decode([first, second], {"b": 64}) is second
+    with second.working(10):
+        assert choose_decode([first, second], {"b": 64}) is first
+    first.outstanding_tokens = 1
+    assert choose_decode([first, second], {"a": 64}) is second
 
 
 # Standing
