@@ -110,6 +110,10 @@ class AsyncClient:
         """
         return await self._node.ask("GET", "/readyz", ReadyAnswer, query="?verbose")
 
+    async def healthz(self) -> ReadyAnswer:
+        """Return the same as `readyz`, from the path that some load balancers use."""
+        return await self._node.ask("GET", "/healthz", ReadyAnswer, query="?verbose")
+
     async def version(self) -> VersionAnswer:
         return await self._node.ask("GET", "/version", VersionAnswer)
 

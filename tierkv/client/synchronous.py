@@ -221,6 +221,7 @@ class Client:
 
     livez = _waiting(AsyncClient.livez)
     readyz = _waiting(AsyncClient.readyz)
+    healthz = _waiting(AsyncClient.healthz)
     version = _waiting(AsyncClient.version)
     metrics = _waiting(AsyncClient.metrics)
     stats = _waiting(AsyncClient.stats)
