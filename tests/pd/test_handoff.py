@@ -25,7 +25,7 @@ from tierkv.gpu.protocol import Direction
 from tierkv.pd import claims
 from tierkv.pd.handoff import NUM_GROUPS, Staging
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.tickets import Ticket
+from tierkv.pd.tickets import OpenTicket, Ticket
 from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.storage import codec
 from tierkv.storage.codec import HEADER_BYTES
@@ -385,6 +385,19 @@ def test_swapped_blocks_and_a_zeroed_tail_would_be_noticed() -> None:
         assert not np.array_equal(zeroed, plane)
 
 
+RECORD: dict[str, object] = {
+    "ticket_id": "t",
+    "fingerprint": {},
+    "block_size": 4,
+    "num_tokens": 9,
+    "digests": (b"a" * 32, b"b" * 32, b"c" * 32),
+    "first_tokens": (1, 2),
+    "created_at": 1.5,
+    "expires_at": 2.5,
+    "producer": "node",
+}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -398,20 +411,16 @@ def test_swapped_blocks_and_a_zeroed_tail_would_be_noticed() -> None:
 def test_a_ticket_that_cannot_be_is_damaged_though_its_checksum_fits(
     change: dict[str, object],
 ) -> None:
-    record = {
-        "ticket_id": "t",
-        "fingerprint": {},
-        "block_size": 4,
-        "num_tokens": 9,
-        "digests": (b"a" * 32, b"b" * 32, b"c" * 32),
-        "first_tokens": (1, 2),
-        "created_at": 1.5,
-        "expires_at": 2.5,
-        "producer": "node",
-    }
-    assert Ticket.decode(codec.seal(b"TKVT", 1, record)).num_tokens == 9
+    assert Ticket.decode(codec.seal(b"TKVT", 1, RECORD)).num_tokens == 9
     with pytest.raises(StoreCorruptError):
-        Ticket.decode(codec.seal(b"TKVT", 1, record | change))
+        Ticket.decode(codec.seal(b"TKVT", 1, RECORD | change))
+
+
+def test_a_ticket_is_not_read_as_an_open_ticket() -> None:
+    record = RECORD | {"incarnation": "i"}
+    assert OpenTicket.decode(codec.seal(b"TKVO", 1, record)).incarnation == "i"
+    with pytest.raises(StoreCorruptError):
+        OpenTicket.decode(codec.seal(b"TKVT", 1, record))
 
 
 async def test_who_wants_few_slots_does_not_overtake_who_wants_many() -> None:

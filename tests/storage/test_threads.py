@@ -40,6 +40,26 @@ async def test_a_cancelled_caller_waits_for_its_thread_but_not_for_one_it_has_no
     assert begun == []
 
 
+async def test_after_a_cancel_no_further_item_is_begun() -> None:
+    threads = WorkerThreads("here", 1)
+    release = threading.Event()
+    begun: list[int] = []
+
+    def work(number: int) -> None:
+        begun.append(number)
+        assert release.wait(20)
+
+    async with threads.running():
+        working = asyncio.ensure_future(threads.run_each(work, range(3)))
+        await until(lambda: begun == [0], "the first item")
+        working.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await finish(working)
+    assert begun == [0]
+
+
 async def test_items_that_fail_as_expected_keep_no_other_from_being_done() -> None:
     """Such as values that may not be removed, more of them than there are threads."""
     threads = WorkerThreads("here", 2)
