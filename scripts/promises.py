@@ -36,7 +36,7 @@ _TITLES = {
     "gpu": "GPU",
     "refmodel": "Reference model",
     "transfer": "Copies",
-    "fuzz": "Foreign bytes",
+    "fuzz": "Untrusted input",
     "": "Project",
 }
 

@@ -71,7 +71,7 @@ def test_help_does_not_wait_for_heavy_imports() -> None:
     assert done.stdout.splitlines()[-1].strip() == "end"
 
 
-@pytest.mark.promise("Wrong usage of a command is one sentence.")
+@pytest.mark.promise("Wrong usage of a command gives one error sentence.")
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -175,7 +175,7 @@ async def test_tokens_are_told_to_nobody_unless_asked_for(tmp_path: Path) -> Non
         assert {tuple(event.token_ids) for event in reader.stored} == {()}
 
 
-@pytest.mark.promise("A KV event names the session whose turn has computed the blocks.")
+@pytest.mark.promise("A KV event names the session that computed the blocks.")
 async def test_blocks_that_a_turn_has_computed_are_published_with_its_session(
     tmp_path: Path,
 ) -> None:

@@ -174,7 +174,7 @@ async def refused(folder: Path, *arguments: str | Path, **environ: str) -> str:
     return lines[0]
 
 
-@pytest.mark.promise("A taken port or unusable store is one error sentence.")
+@pytest.mark.promise("A port in use or an unusable store gives one error sentence.")
 async def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -207,7 +207,7 @@ async def test_insecure_allows_every_address(tmp_path: Path) -> None:
             assert answer.status == 200
 
 
-@pytest.mark.promise("A taken port or unusable store is one error sentence.")
+@pytest.mark.promise("A port in use or an unusable store gives one error sentence.")
 async def test_a_store_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     assert "file" in await refused(

@@ -138,7 +138,7 @@ async def test_metrics_count_kept_sessions_and_their_turns() -> None:
         await on.settle()
 
 
-@pytest.mark.promise("A session whose time has passed keeps nothing.")
+@pytest.mark.promise("After a session's time its blocks are evicted like others.")
 async def test_a_session_whose_time_has_passed_keeps_nothing() -> None:
     async with here(session_ttl_s=0.05) as on:
         await on.client.post("/v1/generate", BODY | {"session_id": "s"})
@@ -157,7 +157,7 @@ async def test_sessions_are_not_kept_where_their_time_is_0() -> None:
         assert found['tierkv_session_turns_total{outcome="not_kept"}'] == 1
 
 
-@pytest.mark.promise("Kept sessions never keep a request from its blocks.")
+@pytest.mark.promise("Protected sessions never make a request fail for lack of blocks.")
 async def test_sessions_that_fill_all_tiers_keep_no_request_waiting() -> None:
     async with here() as on:  # device and host have 64 blocks each, a turn 7
         for number in range(30):

@@ -114,7 +114,7 @@ def queue_without_quota(here: Cached) -> None:
     here.index.spaces.root_named("acme").space.quota = (None, None)
 
 
-@pytest.mark.promise("`verify` names each broken account of the index.")
+@pytest.mark.promise("`verify` names each wrong count of the index.")
 @pytest.mark.parametrize(
     ("broken", "words"),
     [

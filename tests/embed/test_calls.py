@@ -165,7 +165,7 @@ def test_what_is_wrong_with_a_request_is_said_by_its_own_call_alone() -> None:
         assert not here.cache.abort("one").wait(PATIENCE_S)
 
 
-@pytest.mark.promise("Asking and polling do not wait for a busy loop.")
+@pytest.mark.promise("An engine's calls do not wait for a busy event loop.")
 def test_asking_and_polling_do_not_wait_for_a_loop_that_is_busy() -> None:
     held, release = threading.Event(), threading.Event()
 

@@ -310,7 +310,7 @@ def test_a_rank_that_closes_while_it_owes_a_plan_finishes_it_first(tmp_path: Pat
         on.until(lambda: "has closed its planes" in str(on.lookup("b", TOKENS).problem))
 
 
-@pytest.mark.promise("What ranks have copied by their end is kept and stored, reported or not.")
+@pytest.mark.promise("Blocks that ranks copied before they ended are kept and stored.")
 @pytest.mark.parametrize("is_reported", [False, True])
 def test_copies_that_no_step_reports_any_more_are_kept_and_stored(
     tmp_path: Path, is_reported: bool

@@ -192,7 +192,7 @@ def test_engines_share_a_quarter_of_a_node_s_slots_for_saves_equally(tmp_path: P
         assert hosts[0].max_reserved[0] == SLOTS // 4
 
 
-@pytest.mark.promise("A killed engine takes no slot with it.")
+@pytest.mark.promise("A killed engine leaves no slot in use.")
 def test_an_engine_that_is_killed_takes_nothing_with_it(tmp_path: Path) -> None:
     """Its promise and its slots are given back, and what it saved is found."""
     with node(tmp_path / "node") as at, engine(at, "other") as on:

@@ -733,7 +733,7 @@ def test_an_adapter_is_what_its_files_hold(tmp_path: Path) -> None:
     digests.close()
 
 
-@pytest.mark.promise("KV of a LoRA adapter in vLLM belongs to the content of its files.")
+@pytest.mark.promise("vLLM shares KV of LoRA adapters only if their files are equal.")
 def test_an_adapters_kv_is_its_own(model: str, tmp_path: Path) -> None:
     """Whatever it is called: two names for the same files share, other files under the same name
     do not."""

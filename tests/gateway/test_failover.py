@@ -269,7 +269,7 @@ async def test_a_node_that_answers_garbage_is_left_alone(on: Stage, raw: bytes) 
     await until(lambda: on.decode[0].num_probes > probes + 1, "the gateway to live on")
 
 
-@pytest.mark.promise("A node that continues a stream with other tokens is not used.")
+@pytest.mark.promise("A node that continues a stream with other tokens is rejected.")
 async def test_a_node_that_goes_on_otherwise_than_the_one_before_it_is_not_believed() -> None:
     async with stage(1, 2) as on:
         for node in on.decode:
@@ -335,7 +335,7 @@ async def test_a_busy_node_is_passed_over_and_one_that_drains_gets_nothing_more(
     assert len(on.decode[1].calls) == before
 
 
-@pytest.mark.promise("Full nodes make a gateway answer 503 and blame no node.")
+@pytest.mark.promise("If all nodes are full, a gateway answers 503 and no node counts as failed.")
 @pytest.mark.parametrize("code", ["out_of_blocks", "too_much_in_work"])
 async def test_when_all_are_busy_the_caller_is_to_come_back_and_no_node_is_blamed(
     code: str,

@@ -138,7 +138,7 @@ def engine_tensors(cupy: ModuleType, layout: Layout, num_blocks: int, kind: str)
     return tensors
 
 
-@pytest.mark.promise("An engine's tensors are used where they lie.")
+@pytest.mark.promise("An engine's tensors are used without a copy.")
 @pytest.mark.parametrize("kind", ["interleaved", "unaligned", "transposed"])
 @pytest.mark.parametrize("name", ["gqa", "mla", "dsa", "fp8", "gqa-128k"])
 def test_an_engines_tensors_are_adopted_in_place(cupy: ModuleType, name: str, kind: str) -> None:

@@ -9,7 +9,7 @@ from tests.gpu.cuda import run_program
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.promise("No order of GPU work tears a block.")
+@pytest.mark.promise("No order of GPU work mixes old and new bytes in a block.")
 @pytest.mark.parametrize("seed", [0, pytest.param(3, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_no_order_in_which_a_gpu_may_work_tears_a_block(seed: int) -> None:
     run_program("random_copies", seed)

@@ -308,7 +308,7 @@ FOCUSED = """() => {
 }"""
 
 
-@pytest.mark.promise("The live page fits 320 px and a keyboard.")
+@pytest.mark.promise("The live page works at 320 px width and by keyboard.")
 def test_on_a_phone_nothing_is_beside_the_screen_and_the_dark_scheme_is_dark(
     node: Served, opened: Callable[..., Opened]
 ) -> None:
@@ -326,7 +326,7 @@ def test_on_a_phone_nothing_is_beside_the_screen_and_the_dark_scheme_is_dark(
     assert page.complaints == []
 
 
-@pytest.mark.promise("The live page fits 320 px and a keyboard.")
+@pytest.mark.promise("The live page works at 320 px width and by keyboard.")
 def test_all_of_it_can_be_reached_and_seen_with_a_keyboard(
     node: Served, opened: Callable[..., Opened]
 ) -> None:

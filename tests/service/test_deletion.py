@@ -65,7 +65,7 @@ async def test_what_waits_for_its_turn_at_the_store_is_dropped() -> None:
         assert (stats.device.used, stats.host.used) == (0, 0)
 
 
-@pytest.mark.promise("Blocks and tickets of before a full deletion are never found again.")
+@pytest.mark.promise("Blocks and tickets from before a full deletion are never found again.")
 async def test_what_a_request_holds_through_a_deletion_is_never_found_again() -> None:
     """The tail and the blocks that it computes after the deletion included."""
     more = tokens(12, 500)
@@ -137,7 +137,7 @@ async def test_what_is_fetched_while_it_is_deleted_is_not_found() -> None:
         assert running.result() == NOTHING
 
 
-@pytest.mark.promise("Blocks and tickets of before a full deletion are never found again.")
+@pytest.mark.promise("Blocks and tickets from before a full deletion are never found again.")
 async def test_a_publish_of_before_the_deletion_leaves_no_ticket_and_no_value() -> None:
     settings = HandoffSettings(streams=False)
     async with world(with_store=True, handoff=settings) as here:

@@ -75,7 +75,7 @@ async def test_blocks_that_another_request_computes_are_missed_as_in_flight() ->
             on.service.scheduler.end(request)
 
 
-@pytest.mark.promise("A request's timeline separates match, fetch, ticket and queue.")
+@pytest.mark.promise("A request's times are split into match, fetch, ticket and queue.")
 async def test_the_moments_of_a_request_come_in_order_and_loads_are_told_of() -> None:
     async with world(with_store=True) as on:
         await served(on, PROMPT)
