@@ -219,6 +219,24 @@ async def test_a_publish_whose_copy_fails_says_so() -> None:
         await here.ended(request)
 
 
+async def test_staging_slots_stay_lent_until_the_copy_of_a_cancelled_publish_has_ended() -> None:
+    async with world(with_store=True) as here:
+        handoff = here.service.handoff
+        assert handoff is not None
+        request = await here.admit(tokens(9))
+        await here.prefill(request, tokens(9))
+        here.latch.hold(Direction.OFFLOAD)
+        publishing = asyncio.create_task(publish_request(here.service, request, "t", [1]))
+        await here.latch.until_held()
+        publishing.cancel()
+        await asyncio.wait([publishing])
+        await turns(20)
+        assert any("staging" in finding for finding in handoff.findings())
+        here.latch.release()
+        await until(lambda: handoff.findings() == [], "free slots")
+        await here.ended(request)
+
+
 async def test_staging_is_reused_only_when_the_copy_into_it_has_ended() -> None:
     """A publish that is cancelled while the device writes its staging slots."""
     async with pair(device_blocks=64) as (prefill, decode):

@@ -305,6 +305,21 @@ async def test_a_claim_cancelled_at_any_await_leaves_nothing_behind(late: bool) 
         assert not decode.service.index.num_held_leases
 
 
+async def test_of_blocks_that_a_prompt_does_not_have_none_is_fetched() -> None:
+    asked: list[int] = []
+
+    async def bring(prompt: Prompt) -> bool:
+        asked.append(prompt.num_blocks)
+        return True
+
+    ahead = Ahead(Prompt(pack(tokens(40)), BLOCK), bring)
+    async with background({"ahead": ahead.run()}):
+        for _ in range(3):
+            ahead.ready(99)
+            await turns(3)
+    assert asked == [10]
+
+
 async def test_claims_that_wait_hold_no_blocks_that_others_need() -> None:
     prompt = tokens(40)
     async with pair(device_blocks=12, host_blocks=12) as (prefill, decode):

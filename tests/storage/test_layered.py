@@ -132,6 +132,15 @@ async def test_who_starts_while_one_of_several_stores_is_down_uses_it_when_it_is
         assert await get_one(back, TWENTY[10], 5) == (GetStatus.HIT, b"value")
 
 
+async def test_a_prompt_that_is_partly_near_is_found_whole() -> None:
+    near, far = memory(), memory()
+    store = LayeredStore(near, far, LayeredSettings())
+    async with store.running():
+        await near.put([PutItem(name, (b"x",)) for name in TWENTY[5:8]])
+        await far.put([PutItem(name, (b"x",)) for name in (*TWENTY[:5], *TWENTY[8:12])])
+        assert await store.exists(TWENTY) == 12
+
+
 async def test_copies_beyond_the_limit_are_not_made() -> None:
     near, far = memory(), memory()
     store = LayeredStore(near, far, LayeredSettings(max_fill_bytes=1_000))

@@ -43,6 +43,43 @@ from tierkv.storage.protocol import (
 )
 
 
+async def test_values_go_there_and_come_back(empty_mooncake: MooncakeServer) -> None:
+    store = open_store(empty_mooncake.url, StoreSettings(), SystemClock())
+    names = [f"t:f:{index:02}:0" for index in range(20)]
+    async with store.running():
+        await store.ping()
+        items = [PutItem(n, (content_of(n, 88), content_of(n, 50_000))) for n in names[:15]]
+        assert {o.status for o in await store.put(items)} == {PutStatus.STORED}
+        assert {o.status for o in await store.put(items)} == {PutStatus.EXISTED}
+        assert await store.exists(names) == 15
+        landings = [landing(name, 88, 50_000) for name in names]
+        outcomes = await store.get_into([item for item, _ in landings])
+        assert [o.status for o in outcomes] == [GetStatus.HIT] * 15 + [GetStatus.MISS] * 5
+        for name, (_, [header, payload]) in zip(names[:15], landings, strict=False):
+            assert header == content_of(name, 88)
+            assert payload == content_of(name, 50_000)
+        for room in (50_087, 10):
+            assert (await get_one(store, names[0], room))[0] is GetStatus.DAMAGED
+        for room in (50_089, 200_000):
+            item, [buffer] = landing(names[0], room)
+            [got] = await store.get_into([item])
+            assert (got.status, got.num_bytes) == (GetStatus.HIT, 50_088)
+            assert buffer[:88] == content_of(names[0], 88)
+            assert buffer[88:50_088] == content_of(names[0], 50_000)
+        for count in (90, 120):  # of which a third have no bytes; it takes 64 pieces of a value
+            sizes = [at % 3 for at in range(count)]
+            item, buffers = landing(names[0], *sizes, 50_088 - sum(sizes))
+            assert [one.status for one in await store.get_into([item])] == [GetStatus.HIT]
+            assert b"".join(buffers) == content_of(names[0], 88) + content_of(names[0], 50_000)
+        assert await put_one(store, "t:ticket", b"one", keep_existing=False) is PutStatus.STORED
+        assert await put_one(store, "t:ticket", b"second", keep_existing=False) is PutStatus.STORED
+        assert await store.get("t:ticket", max_bytes=10) == b"second"
+        assert await store.delete([*names, "t:ticket"]) == 16
+        assert await store.exists(names) == 0
+        with pytest.raises(StoreUnavailableError, match="cannot list"):
+            await store.list("t", limit=10)
+
+
 async def test_a_master_nobody_runs_is_reported(module_mooncake: MooncakeServer) -> None:
     store = MooncakeStore(f"mooncake://127.0.0.1:{free_port()}", MooncakeSettings())
     with pytest.raises(StoreUnavailableError, match="cannot be reached"):
