@@ -243,6 +243,19 @@ async def test_after_a_sleep_a_node_shows_and_fills_its_new_planes(who: int) -> 
         assert counts(decode)[:2] == (2 * BLOCKS, 0)
 
 
+async def test_blocks_that_the_producer_has_on_its_host_only_come_from_storage(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pair() as (prefill, decode):
+        await prefill.service.sleep()
+        await prefill.service.wake()
+        match = prefill.service.index.match(prefill.prompt(TOKENS))
+        assert (match.device_blocks, match.host_blocks) == (0, BLOCKS)
+        await claim(decode)
+        assert counts(decode) == (0, 0, BLOCKS + 1)
+    assert "could not be answered" not in caplog.text
+
+
 async def test_a_device_that_failed_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair() as (prefill, decode):
         monkeypatch.setattr(prefill.service.device, "failure", "fell off the bus")
