@@ -37,13 +37,7 @@ def content_of(body: PromptBody, tokens: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    """The result of one key, or the call that is making it.
-
-    Attributes:
-        content: Digest of the call's content.
-        outcome: Future of the result.
-        expires_at: Time of the clock, in seconds, at which a released result is forgotten.
-    """
+    """The result of one key, or the call that is making it."""
 
     content: bytes
     outcome: asyncio.Future[T]

@@ -399,21 +399,12 @@ class Routes:
         """Return the name under which the caller's ticket `ticket_id` is stored.
 
         The name contains the tenant, since two tenants may use the same id.
-
-        Raises:
-            FieldError: `ticket_id` cannot be an id.
-            BadRequestError: `ticket_id` begins like such a name.
         """
         tenant = principal_of(request).tenant
         return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)
 
     def _prompt(self, request: web.BaseRequest, body: PromptBody) -> Prompt:
-        """Return the prompt of `body`, in the space of the caller's tenant and adapter.
-
-        Raises:
-            FieldError: The body has not exactly one of text and tokens.
-            BadRequestError: The prompt or its media are not valid.
-        """
+        """Return the prompt of `body`, in the space of the caller's tenant and adapter."""
         tokens = body.packed(self._node.tokenizer, self._max_tokens)
         tenant = principal_of(request).tenant
         return self._node.prompt(tokens, tenant, body.media_items(), body.adapter)

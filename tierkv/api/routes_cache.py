@@ -195,12 +195,7 @@ class TicketRoutes(Routes):
         return UnknownIdError(f"there is no ticket {in_path(request, 'id')!r}")
 
     async def _state(self, request: web.BaseRequest) -> TicketAnswer:
-        """Return the state of the ticket that the path names.
-
-        Raises:
-            UnknownIdError: There is no such ticket.
-            StoreUnavailableError: Storage does not answer.
-        """
+        """Return the state of the ticket that the path names."""
         handoff, name = self._handoff(), self._ticket_in_path(request)
         found = await self._node.service.ticket_state(name)
         if found.state is Standing.NOT_YET:

@@ -164,14 +164,7 @@ MAX_LISTINGS = 16  # above it, the least recently read listing is dropped
 
 @dataclass(slots=True)
 class _Listing:
-    """A listing of cached blocks that a client reads page by page.
-
-    Attributes:
-        pending: Nodes of the index whose blocks are not listed yet; the last one is next.
-        at: Number of blocks of the next node that are listed already.
-        num_pages: Number of pages made so far.
-        page: The last page, kept for a client that did not receive it and asks again.
-    """
+    """A listing of cached blocks that a client reads page by page."""
 
     pending: list[IndexNode]
     at: int = 0
@@ -312,11 +305,7 @@ class QuotaRoutes(Routes):
         return bodies.check_id(in_path(request, "id"), "the tenant")
 
     def _known_space(self, request: web.BaseRequest) -> str:
-        """Return the space of the tenant in the path, without creating one.
-
-        Raises:
-            UnknownIdError: The tenant has no space.
-        """
+        """Return the space of the tenant in the path, without creating one."""
         space = self._node.service.tenants.known_space_of(self._tenant(request))
         if space is None:
             raise UnknownIdError(

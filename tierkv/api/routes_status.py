@@ -337,11 +337,7 @@ class NodeLiveRoutes(Routes):
             return await explained(self._node, principal_of(request), self._past_prompt(request))
 
     def _past_prompt(self, request: web.BaseRequest) -> Prompt:
-        """Return the prompt of the recent request whose number is in the path.
-
-        Raises:
-            UnknownIdError: The node does not remember the request, or the caller may not see it.
-        """
+        """Return the prompt of the recent request whose number is in the path."""
         number = in_path(request, "number")
         is_number = number.isdecimal() and len(number) <= _MAX_DIGITS
         one = self._node.service.timelines.find(int(number)) if is_number else None
@@ -401,11 +397,7 @@ class NodeLiveRoutes(Routes):
         return msgspec.json.encode({"looked_at": self._num_runs, "runs": visible})
 
     async def _refresh(self) -> float:
-        """Collect the data that take longer: health, limits, and the tree of cached prefixes.
-
-        Returns:
-            Seconds until the next call.
-        """
+        """Collect the data that take longer: health, limits, and the tree of cached prefixes."""
         node = self._node
         self._state = msgspec.json.encode(await self._state_of(node))
         self._prefixes, self._num_runs = await prefixes(node.service.index)

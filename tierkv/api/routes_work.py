@@ -46,16 +46,6 @@ class _Stream:
 
     All tokens are kept until they are sent, at most the request's max_tokens, so that a slow client
     does not slow the model.
-
-    Attributes:
-        response: The response; None until there is something to send.
-        scope: Timeout around the work, which ends the work when the client closes the connection.
-        connection_error: The error that showed the closed connection; None while it is open.
-
-    Args:
-        request: The HTTP request that is answered.
-        job: The request to the engine.
-        tokenizer: The tokenizer of the model.
     """
 
     def __init__(
@@ -137,15 +127,7 @@ class _Stream:
         await self.event("tokens", msgspec.json.encode(body))
 
     async def event(self, event: str, data: bytes) -> web.StreamResponse:
-        """Send one event; the first one opens the stream.
-
-        Args:
-            event: Name of the event.
-            data: Its data, as JSON.
-
-        Raises:
-            ConnectionError: The client has closed the connection or reads nothing.
-        """
+        """Send one event; the first one opens the stream."""
         self.response = self.response or await open_stream(self._request)
         await write(self.response, b"event: %b\ndata: %b\n\n" % (event.encode(), data))
         return self.response
@@ -219,17 +201,7 @@ async def streaming(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The content of one request body.
-
-    Attributes:
-        operation: One of `OPERATIONS`.
-        request_id: The id that the caller gave, or a new one.
-        tenant: The caller's tenant.
-        content: A digest of the content, the same for streamed and whole answers.
-        job: The request to the engine.
-        prompt: The prompt, in the space of the caller.
-        session_id: The session (conversation) that the request is a turn of; None without one.
-    """
+    """The content of one request body."""
 
     operation: str
     request_id: str
@@ -373,13 +345,7 @@ class WorkRoutes(Routes):
     async def _answering(
         self, request: web.BaseRequest, asked: _Asked, *, streams: bool
     ) -> AsyncIterator[Answering]:
-        """Provide a call to the body, which makes the answer unless an earlier call has made it.
-
-        Args:
-            request: The HTTP request that is answered.
-            asked: The content of its body.
-            streams: True to send tokens as they are computed.
-        """
+        """Provide a call to the body, which makes the answer unless an earlier call has made it."""
         answer = Answering(asked.job)
         key = (asked.operation, asked.tenant, asked.request_id)
         async with (

@@ -1,7 +1,6 @@
-"""Calls of the gateway to its nodes, over pooled connections, each wait with a deadline.
+"""Calls of the gateway to its nodes, and regular probes of every node.
 
-Probes, sent regularly to every node, find out whether it is ready, and which model and layout it
-has.
+Connections are pooled, and every wait for a node has a deadline.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ _RETRY_CODES = ("duplicate_request", "wrong_role", "body_timeout")
 class _Problem(msgspec.Struct):
     """The fields of a node's error answer that the gateway reads.
 
-    The client's type `Problem` has more fields; with these few, nodes of other versions are
-    understood too.
+    Nodes of all versions send them.
     """
 
     code: str
@@ -96,10 +94,10 @@ class _ReadyAnswer(msgspec.Struct):
 
 
 class NodeCalls:
-    """The gateway's calls to its nodes, for use inside `running()`.
+    """The gateway's calls to its nodes. Use it inside `running()`.
 
     Args:
-        settings: Deadlines, and certificates for the nodes, which are read here.
+        settings: Deadlines, and the files of TLS certificates for the nodes, which are read here.
         nodes: The nodes.
 
     Raises:
@@ -133,7 +131,8 @@ class NodeCalls:
         """Ask a node whether it is ready, and which of its parts are degraded.
 
         Returns:
-            A sentence about the degraded parts, "" without any; None if the node is not ready.
+            A sentence about the degraded parts, "" if none is degraded; None if the node is not
+                ready.
 
         Raises:
             AttemptError: The node does not answer the probe.
@@ -159,10 +158,10 @@ class NodeCalls:
             raise AttemptError(str(error)) from error
 
     async def identity(self, node: BackendNode) -> tuple[dict[str, str] | None, str]:
-        """Ask a node for its fingerprint (the fields that decide its KV) and the name of its model.
+        """Ask a node for its fingerprint (the fields that identify its KV) and its model's name.
 
         Returns:
-            None and "" if the node does not say.
+            The fingerprint and the name; None and "" if the node does not report them.
 
         Raises:
             AttemptError: The node does not answer the probe.
@@ -177,14 +176,15 @@ class NodeCalls:
         return answer.fingerprint, answer.model or answer.fingerprint.get("model", "")
 
     async def lookup(self, node: BackendNode, job: Job) -> int:
-        """Ask a node how many leading tokens of a prompt it has on its device or host.
+        """Ask a node for the number of a prompt's leading tokens that it has on its device or host.
 
         Args:
             node: The node to ask.
-            job: The prompt.
+            job: The job whose prompt is looked up.
 
         Raises:
-            AttemptError: There is no answer in time; the node is not blamed for it.
+            AttemptError: The node does not answer in time. This does not count as a failure of the
+                node.
         """
         body = job.body({})
         try:
@@ -198,15 +198,16 @@ class NodeCalls:
         return found.device_tokens + found.host_tokens
 
     async def has_ticket(self, node: BackendNode, job: Job, ticket_id: str) -> bool:
-        """Ask a node whether a published prompt's ticket still exists in the store.
+        """Ask a node whether the ticket of a published prompt still exists in the store.
 
         Args:
             node: The node to ask.
-            job: The prompt, whose caller owns the ticket.
+            job: The job for which the prompt was published.
             ticket_id: Id of the ticket.
 
         Returns:
-            False only if the node says that there is no such ticket; True also without an answer.
+            False only if the node answers that there is no such ticket; True also without an
+                answer.
         """
         path = f"/v1/tickets/{quote(ticket_id, safe='')}"
         try:
@@ -217,18 +218,18 @@ class NodeCalls:
         return reply.status != HTTPStatus.NOT_FOUND
 
     async def tokenize(self, node: BackendNode, job: Job) -> bytes:
-        """Make a node turn a job's text or messages into tokens.
+        """Let a node turn a job's text or messages into tokens.
 
         Args:
             node: The node to ask.
-            job: The job with a text or messages.
+            job: A job whose prompt is a text or messages.
 
         Returns:
             The tokens, packed as int32.
 
         Raises:
-            AttemptError: The node fails, which counts against it, or is busy.
-            InvalidRequestError: No node would accept the text.
+            AttemptError: The node failed, which is recorded in `node`, or is busy.
+            InvalidRequestError: The text or the messages are not valid at any node.
         """
         headers = {**self._headers(job), "Accept": MSGPACK}
         field = "prompt" if isinstance(job.prompt, str) else "messages"
@@ -261,17 +262,18 @@ class NodeCalls:
     ) -> AsyncGenerator[ServerEvent, None]:
         """Yield the events of a node's streamed answer, up to the event `done`.
 
-        Close the iterator afterwards. A failure of the node counts against it.
+        The caller must close the iterator, so that the node stops.
 
         Args:
             node: The node to call.
-            path: Path of the route.
+            path: Path of the node's route.
             job: The job that the call is for.
             body: The body of the call, in msgpack.
 
         Raises:
-            AttemptError: The node fails, is busy, or refuses a hand-off.
-            InvalidRequestError: The request can succeed at no node.
+            AttemptError: The node failed, which is recorded in `node`, is busy, or refuses a
+                hand-off.
+            InvalidRequestError: The request is not valid at any node.
         """
         now = asyncio.get_running_loop().time
         try:
@@ -303,7 +305,7 @@ class NodeCalls:
 
     @contextmanager
     def _translated(self, node: BackendNode) -> Iterator[None]:
-        """Turn errors of a call to `node`, raised in the body, into an AttemptError."""
+        """Turn an error that a call to `node` raises in the body into an AttemptError."""
         try:
             yield
         except TimeoutError as error:
@@ -335,13 +337,7 @@ class NodeCalls:
             )
 
     def _refuse(self, node: BackendNode, raw: bytes, status: int | None) -> NoReturn:
-        """Raise the gateway's error for an error answer of a node.
-
-        Args:
-            node: The node that answered.
-            raw: The body of the answer.
-            status: HTTP status of the answer; None for an error within a stream.
-        """
+        """Raise the gateway's error for a node's error answer; `status` is None within a stream."""
         try:
             problem = msgspec.json.decode(raw, type=_Problem)
         except UNREADABLE as error:
@@ -386,7 +382,7 @@ class NodeCalls:
 
 
 async def _read_to_the_end(events: Events) -> None:
-    """Read what follows the event `done`, so that the connection can be used again."""
+    """Read the answer's rest after the event `done`, so that the connection can be reused."""
     with suppress(CallError, TimeoutError):
         async with asyncio.timeout(_END_S):
             while await events.next() is not None:
@@ -398,12 +394,12 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> AsyncIterator[None]:
-    """Probe every node once before the body, and regularly while it runs.
+    """Probe every node once before the body, and regularly while the body runs.
 
     Args:
-        nodes: The nodes, whose states the probes change.
+        nodes: The nodes; probes update the state of each.
         calls: The calls to the nodes.
-        settings: The interval and the limits of probes.
+        settings: The interval of probes, and the rules for failed nodes.
     """
     probes = [_Probe(node, nodes, calls, settings) for node in nodes.all]
     async with asyncio.TaskGroup() as first:
@@ -414,14 +410,7 @@ async def probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> As
 
 
 class _Probe:
-    """The regular probe of one node.
-
-    Args:
-        node: The node to probe.
-        nodes: All nodes, to compare their models.
-        calls: The calls to the nodes.
-        settings: The interval and the limits of probes.
-    """
+    """The regular probe of one node."""
 
     def __init__(
         self, node: BackendNode, nodes: Nodes, calls: NodeCalls, settings: HealthSection
@@ -440,7 +429,7 @@ class _Probe:
             await self.once()
 
     async def once(self) -> None:
-        """Probe the node once, and change its state by the answer."""
+        """Probe the node once, and update its state."""
         now, node = asyncio.get_running_loop().time, self.node
         try:
             # What it computes comes first, each time: a node that was replaced by one of another

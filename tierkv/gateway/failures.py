@@ -1,4 +1,4 @@
-"""Errors of the gateway, named for what the gateway or its caller does about them.
+"""Errors that the gateway answers with, and errors of its calls to nodes.
 
 The body of an error answer has both the fields of RFC 9457 and OpenAI's `error` object.
 """
@@ -24,9 +24,9 @@ class InvalidRequestError(GatewayError):
 
     Args:
         message: What is wrong, and what to do.
-        param: The wrong field; None if it is no field.
+        param: Name of the wrong field; None if the error concerns no single field.
         status: HTTP status; None for 400.
-        code: Stable code of the error; None for invalid_request.
+        code: Stable code of the error, for programs; None for invalid_request.
     """
 
     status = 400
@@ -100,11 +100,14 @@ class OutOfTimeError(GatewayError):
 
 
 class AttemptError(TierKVError):
-    """An attempt at one node failed; an attempt at another may succeed."""
+    """One attempt to get a prompt answered by a node failed.
+
+    An attempt at another node may succeed.
+    """
 
 
 class NodeFailedError(AttemptError):
-    """The node died, hung, or sent an unexpected answer: use other nodes for a while."""
+    """The node died, hung, or sent an unexpected answer; it receives no requests for a while."""
 
 
 class NodeBusyError(AttemptError):
@@ -112,14 +115,14 @@ class NodeBusyError(AttemptError):
 
 
 class HandoffRefusedError(AttemptError):
-    """The node is healthy, but the prompt cannot be handed over from a prefill to a decode node.
+    """The prompt cannot be handed over from a prefill to a decode node; the node itself is healthy.
 
     Attributes:
-        reason: The node's reason, a value of HandoffProblem.
+        reason: The node's reason, a value of `HandoffProblem`.
 
     Args:
-        reason: The node's reason, a value of HandoffProblem.
-        message: The node's sentence.
+        reason: The node's reason, a value of `HandoffProblem`.
+        message: The node's error sentence.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -141,11 +144,11 @@ class Failure(Problem, frozen=True, kw_only=True):
 
 
 def failure_of(request: web.BaseRequest, error: Exception) -> Failure:
-    """Return the body of the answer to `error`.
+    """Return the body of the error answer to `request`.
 
     Args:
         request: The request that failed.
-        error: The error that was raised.
+        error: The error that its handler raised.
     """
     found = problem_of(request, error, what_is_here="send prompts to POST /v1/completions")
     kind = (

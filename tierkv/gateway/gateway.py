@@ -1,4 +1,4 @@
-"""A gateway: its nodes, the limits of running prompts, its metrics, and its orderly end."""
+"""A gateway: its nodes, its limit of running prompts, its metrics, and its shutdown."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ from tierkv.http.process import CallUnderWay, Heartbeat, Working
 
 
 class Admission:
-    """The slots of prompts that run at nodes, given in the order of arrival.
+    """The limit of prompts that run at nodes.
+
+    Further prompts wait, and run in the order of arrival.
 
     Attributes:
-        num_waiting: Number of prompts that wait for a slot.
-        num_running: Number of prompts that have one.
+        num_waiting: Number of prompts that wait to run.
+        num_running: Number of prompts that run.
 
     Args:
-        limits: Numbers of running and waiting prompts.
+        limits: Largest numbers of running and of waiting prompts.
     """
 
     def __init__(self, limits: LimitsSection) -> None:
@@ -49,13 +51,10 @@ class Admission:
         self.num_running = 0
 
     def check(self, num_prompts: int) -> None:
-        """Check that more prompts can run or wait.
-
-        Args:
-            num_prompts: Number of further prompts.
+        """Check that `num_prompts` more prompts can run or wait.
 
         Raises:
-            TooManyWaitingError: They would exceed the limit of waiting prompts.
+            TooManyWaitingError: More prompts than allowed would wait.
         """
         free = self._limits.max_running - self.num_running - self.num_waiting
         if num_prompts > max(free, 0) + max(self._limits.max_queued - self.num_waiting, 0):
@@ -66,10 +65,10 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it while the body runs one prompt.
+        """Wait until one more prompt may run, and count it as running while the body runs.
 
         Raises:
-            OverloadedError: No slot was released within `queue_timeout_s`.
+            OverloadedError: No running prompt ended within `queue_timeout_s`.
         """
         self.num_waiting += 1
         try:
@@ -105,7 +104,7 @@ class GatewayMetrics:
     """The metrics of a gateway. Every combination of labels is present from the start, at 0.
 
     Attributes:
-        exposition: All metrics of the process.
+        exposition: All metrics of the process, as /metrics returns them.
 
     Args:
         nodes: The nodes.
@@ -157,12 +156,12 @@ class GatewayMetrics:
                 self.failed.labels(node.url, why)
 
     def figures(self) -> dict[str, float]:
-        """Return the values that the live page shows, by name and labels."""
+        """Return the metrics that the live page shows, by name with labels."""
         return figures_of(self.exposition.registry.collect(), _FIGURES)
 
 
 class _State(Collector):
-    """A collector that reads the gateway's own counts at each scrape."""
+    """A collector that reads the state of the nodes and prompts at each scrape."""
 
     def __init__(self, nodes: Nodes, admission: Admission) -> None:
         self._nodes = nodes
@@ -214,13 +213,13 @@ _SHORT_PROMPT = 64  # tokens; who holds so few matters less than asking costs
 
 
 class Backend:
-    """The nodes behind the gateway, with the calls to them, for use inside `running()`.
+    """The nodes behind the gateway, and the calls to them. Use it inside `running()`.
 
     Args:
         settings: The gateway's settings.
 
     Raises:
-        ConfigError: The settings name no usable nodes.
+        ConfigError: The settings name no node, or one that cannot be used.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -244,13 +243,14 @@ class Backend:
             yield
 
     async def cached_tokens_by_node(self, job: Job, nodes: Sequence[BackendNode]) -> Held:
-        """Return by node the number of leading prompt tokens that it has cached.
+        """Return by URL the number of leading prompt tokens that each node has cached.
 
-        Nodes are asked, if there are several and the prompt is not short. For a node that does not
-        answer in time, the number is what the gateway remembers of earlier prompts.
+        Nodes are asked if there are several of them and the prompt has at least 64 tokens.
+        Otherwise, and for a node that does not answer in time, the number is an estimate from
+        earlier prompts.
 
         Args:
-            job: The prompt.
+            job: The job whose prompt is looked up.
             nodes: The nodes to choose from.
         """
         held = self.memory.matched(job.tokens, {node.url: node.lives for node in nodes})
@@ -268,19 +268,19 @@ class Backend:
             return None
 
     def remember(self, node: BackendNode, tokens: bytes, after: Sequence[int]) -> None:
-        """Remember that a node has cached a prompt and the tokens generated after it.
+        """Remember that a node has cached a prompt and the answer's tokens after it.
 
         Args:
             node: The node.
             tokens: The prompt, packed as int32.
-            after: The tokens after it.
+            after: Generated tokens that follow the prompt.
         """
         known = tokens if len(tokens) >= REMEMBERED_BYTES else tokens + pack(after)
         self.memory.remember(known, node.url, node.lives)
 
 
 class Gateway:
-    """All parts of a gateway behind the HTTP interface.
+    """All parts of a gateway behind its HTTP routes.
 
     Use it inside `running()`, from one event loop.
 
@@ -309,46 +309,51 @@ class Gateway:
                 await self.idle(grace_s=0)
 
     def states(self) -> dict[str, tuple[NodeState, str]]:
-        """Return by URL the state of each node, and the reason of the state; "" for no reason."""
+        """Return by URL each node's state, and its explanation for operators, which may be ""."""
         now = asyncio.get_running_loop().time()
         return {node.url: (node.state(now), node.word(now)) for node in self.backend.nodes.all}
 
     @property
     def model(self) -> str:
-        """The name of the served model; "" until a node has answered with it."""
+        """The name of the served model; "" until a node has reported it."""
         return self.settings.gateway.model or self.backend.nodes.model
 
     def check_model(self, name: str | None) -> None:
-        """Check that a caller asks for the model that the nodes have.
+        """Check that a request names the served model.
 
         Args:
-            name: The name in the request; None for any model.
+            name: The model's name in the request; None if the request names no model.
 
         Raises:
-            NoSuchModelError: It is another name.
+            NoSuchModelError: The request names another model.
         """
         if name is not None and self.model not in ("", name):
             raise NoSuchModelError(name, self.model)
 
     def work(self) -> CallUnderWay:
-        """Count the body of an `async with` as a running prompt, which a shutdown waits for.
+        """Return a context manager that counts its body as a running prompt.
+
+        A shutdown waits for it.
 
         Raises:
-            GatewayShuttingDownError: The gateway drains. In the body: the grace time for running
-                prompts is over.
+            GatewayShuttingDownError: The gateway is shutting down. Also raised in the body when a
+                shutdown cuts it off.
         """
         if self.is_draining:
             raise GatewayShuttingDownError("this gateway is shutting down")
         return self._working.call()
 
     def drain(self) -> None:
-        """Refuse new requests and report not ready; running requests continue."""
+        """Refuse new requests and report not ready; running prompts continue."""
         self.is_draining = True
 
     def hurry(self) -> None:
-        """Cut off running prompts at once."""
+        """Cut off running prompts at once, if `idle` waits for them, or as soon as it does."""
         self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:
-        """Wait until no prompt runs; prompts are cut off after `grace_s` seconds, or by `hurry`."""
+        """Wait until no prompt runs.
+
+        Cut prompts off after `grace_s` seconds, or when `hurry` is called.
+        """
         await self._working.idle(grace_s=grace_s)

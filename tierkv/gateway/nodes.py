@@ -1,4 +1,4 @@
-"""The nodes behind the gateway: the state of each, and the tokens that it still has to compute."""
+"""The nodes behind the gateway: the health, model and load of each."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ class NodeState(Enum):
 
 
 class BackendNode:
-    """One node behind the gateway. Times are seconds of a monotonic clock.
+    """One node behind the gateway. All times are seconds of a monotonic clock.
 
     Attributes:
         url: URL of the node.
         role: Prefill, decode or both.
-        outstanding_tokens: Prompt tokens to compute and tokens to generate, of requests that run at
-            the node.
+        outstanding_tokens: Sum, over the requests that run at the node, of the tokens that it must
+            compute or generate.
         running: Number of requests that run at the node.
         num_failures: Number of failures since the last success.
-        lives: Number of times that the node came back after failures; blocks that it cached before
-            may be lost.
-        fingerprint: The fields that decide the node's KV, as it says itself; None until it does.
-        model: Name of the node's model.
-        differs_in: Fields of the fingerprint that differ from most other nodes.
+        lives: Number of times that the node became ready again after failures. Blocks that it had
+            cached before such a failure may be lost.
+        fingerprint: Fields that identify the node's KV (model, layout ...), as the node reports
+            them; None before its report.
+        model: Name of the node's model; "" before its report.
+        differs_in: A phrase for each field of the fingerprint whose value differs from that of most
+            other nodes.
 
     Args:
         url: URL of the node.
         role: Prefill, decode or both.
-        settings: Times without requests after failures.
+        settings: Time for which a failed node receives no requests.
     """
 
     def __init__(self, url: str, role: Role, settings: HealthSection) -> None:
@@ -69,7 +71,7 @@ class BackendNode:
         return NodeState.READY if self._is_ready else NodeState.UNREADY
 
     def word(self, now: float) -> str:
-        """Return the reason of the node's state at `now`, for an operator; "" without one."""
+        """Return an operator's explanation of the node's state at `now`; may be ""."""
         match self.state(now):
             case NodeState.OTHER_MODEL:
                 return f"differs in {'; '.join(self.differs_in)}"
@@ -81,7 +83,10 @@ class BackendNode:
                 return self._trouble
 
     def note_failure(self, now: float) -> None:
-        """Send no requests to the node for a time, twice as long after each consecutive failure."""
+        """Record a failure: the node receives no requests for a while.
+
+        That time doubles with each failure in a row. A failure during that time does not extend it.
+        """
         self.num_failures += 1
         self._is_ready = True  # what it said before counts no more
         longest = self._settings.max_eject_s
@@ -91,15 +96,15 @@ class BackendNode:
             self._ejected_until = now + min(self._settings.eject_s * 2**doublings, longest)
 
     def note_success(self) -> None:
-        """Reset the count of failures, and send requests to the node again."""
+        """Reset the number of failures; the node may receive requests again at once."""
         self.num_failures = 0
         self._ejected_until = 0.0
 
     def mark_ready(self, trouble: str = "") -> None:
-        """Record that the node has answered a probe as ready.
+        """Record that the node answered a probe as ready; it may receive requests again at once.
 
         Args:
-            trouble: The node's own sentence about degraded parts; "" without any.
+            trouble: The node's sentence about its degraded parts; "" if none is degraded.
         """
         if self.num_failures:
             self.lives += 1
@@ -109,18 +114,15 @@ class BackendNode:
         self.num_failures = 0
 
     def mark_unready(self) -> None:
-        """Send no requests to the node until a probe finds it ready."""
+        """Stop sending requests to the node until it answers a probe as ready."""
         self._is_ready = False
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
-        """Limit the body, which waits for the node, to some seconds.
-
-        Args:
-            seconds: The limit.
+        """Run the body, which waits for an answer of the node, for at most `seconds`.
 
         Raises:
-            TimeoutError: The body took longer, or `cut_off_waits` has ended it.
+            TimeoutError: The body took longer, or `cut_off_waits` ended it.
         """
         async with asyncio.timeout(seconds) as scope:
             self._waits[scope] = asyncio.get_running_loop().time()
@@ -130,13 +132,13 @@ class BackendNode:
                 del self._waits[scope]
 
     def cut_off_waits(self, now: float, *, silent_s: float) -> None:
-        """End all bodies of `within` that have waited long, after probes found the node dead.
+        """End every body of `within` that has run for at least `silent_s`, with a TimeoutError.
 
-        A dead machine does not close its connections.
+        For use after probes found the node dead: a dead machine does not close its connections.
 
         Args:
-            now: The time.
-            silent_s: Seconds that a body must have waited.
+            now: The current time, in seconds of the event loop's clock.
+            silent_s: Shortest run time, in seconds, of a body that is ended.
         """
         for scope, since in self._waits.items():
             if now - since >= silent_s and not scope.expired():
@@ -144,7 +146,7 @@ class BackendNode:
 
     @contextmanager
     def working(self, tokens: int) -> Iterator[None]:
-        """Count a request as running at the node while the body runs.
+        """Count one request as running at the node while the body runs.
 
         Args:
             tokens: Number of tokens that the node must compute or generate for the request.
@@ -163,14 +165,14 @@ class Nodes:
 
     Attributes:
         all: The nodes.
-        model: Name of the model that most nodes have; "" until a node has answered with it.
+        model: Name of the model that most nodes serve; "" before the first report of a node.
 
     Args:
         section: URLs of the nodes by role.
-        health: Times without requests after failures.
+        health: Time for which a failed node receives no requests.
 
     Raises:
-        ConfigError: There is no node, or one is named twice.
+        ConfigError: No node is given, or one is given twice.
     """
 
     def __init__(self, section: GatewaySection, health: HealthSection) -> None:
@@ -195,14 +197,14 @@ class Nodes:
             )
 
     def compare(self, node: BackendNode, fingerprint: dict[str, str] | None, model: str) -> None:
-        """Record the fingerprint of `node`, and compare it with those of the other nodes.
+        """Record the fingerprint of `node`, and compare the fingerprints of all nodes.
 
-        A node receives no requests while its fingerprint differs from the most frequent one. Of
-        equally frequent ones, the one of the first node counts.
+        A node whose fingerprint is not the most frequent one receives no requests. Among equally
+        frequent fingerprints, the one of the node given first is taken as the most frequent.
 
         Args:
             node: The node.
-            fingerprint: Its fingerprint; None if it has none.
+            fingerprint: Fields that identify the node's KV; None if the node does not report them.
             model: The name of its model.
         """
         if (fingerprint, model) == (node.fingerprint, node.model):
@@ -226,10 +228,10 @@ class Nodes:
 def usable(
     nodes: Iterable[BackendNode], now: float, avoid: Iterable[BackendNode] = ()
 ) -> list[BackendNode]:
-    """Return the nodes that may get a request: the ready ones, without those in `avoid`.
+    """Return the nodes that may receive a request: all ready nodes, except those in `avoid`.
 
-    Without a ready node, these are the nodes that have failed lately, since a failed attempt costs
-    less than a refused caller.
+    If none is ready, return the nodes that are only excluded for recent failures: an attempt there
+    is better than refusing the caller.
 
     Args:
         nodes: The nodes.

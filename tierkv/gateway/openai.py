@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat completions: bodies and their checks, and answers."""
+"""Request bodies of OpenAI's completions and chat completions, their checks, and the answers."""
 
 from __future__ import annotations
 
@@ -42,18 +42,20 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that text completions and chats share.
 
-    A field that is null counts as left out. A node refuses a field that its engine does not
+    A field that is null counts as left out. A node rejects a field that its engine does not
     support, unless the value has no effect.
 
     Attributes:
-        seed: Seed of the sampling; without one, a random seed. The same seed gives the same answer.
-        top_k: Not a field of OpenAI; 0 and -1 stand for all tokens.
-        min_tokens: Not a field of OpenAI; number of tokens in which no stop text is looked for.
+        seed: Seed of the sampling; null for a random seed. The same seed gives the same answer.
+        top_k: Not a field of OpenAI; number of most likely tokens to sample from; 0 or -1 for all.
+        min_tokens: Not a field of OpenAI; number of tokens at the start of the answer in which stop
+            texts are ignored.
         ignore_eos: Not a field of OpenAI; true to continue after tokens that end an answer.
-        skip_special_tokens: Not a field of OpenAI; without effect, since such tokens have no text.
-        n: Number of answers to each prompt; each has a seed of its own.
-        session_id: Not a field of OpenAI; the session that the request is a turn of.
-        kv_hints: Not a field of OpenAI; hints of a router, for the nodes.
+        skip_special_tokens: Not a field of OpenAI; accepted without effect.
+        n: Number of answers to each prompt, each with another seed.
+        session_id: Not a field of OpenAI; id of the session (conversation) that the request is a
+            turn of.
+        kv_hints: Not a field of OpenAI; a router's hints for the nodes.
     """
 
     model: str | None = None
@@ -88,30 +90,30 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def length_field(self) -> str:
-        """The name of the field that sets `token_limit`."""
+        """The name of the body's field that sets `token_limit`."""
         return "max_tokens"
 
     @property
     def with_usage(self) -> bool:
-        """True if a stream ends with the token usage."""
+        """True if the client asks for the token usage at the end of a stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def num_candidates(self) -> int:
-        """The number of most likely tokens from which one is chosen; 0 stands for all tokens."""
+        """The number of most likely tokens to sample from; 0 for all tokens."""
         return 0 if self.top_k in (None, -1) else self.top_k or 0
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of most likely tokens to name for each token.
+        """The number of most likely tokens to return with each token.
 
-        The value is None if the caller asks for no log probabilities.
+        The value None asks for no log probabilities at all.
         """
         return None
 
     @property
     def logprobs_field(self) -> str:
-        """The name of the field that sets `num_logprobs`."""
+        """The name of the body's field that sets `num_logprobs`."""
         return "logprobs"
 
     @property
@@ -120,7 +122,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return 1 if self.n is None else self.n
 
     def sampling(self) -> dict[str, float]:
-        """Return the sampling fields that have an effect, under the names that nodes use."""
+        """Return the sampling parameters that have an effect, by the names of the nodes' API."""
         shares = {"top_p": (self.top_p, 1.0), "min_p": (self.min_p, 0.0)}
         others = {
             "repetition_penalty": (self.repetition_penalty, 1.0),
@@ -138,10 +140,10 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         }
 
     def stops(self) -> tuple[str, ...]:
-        """Return the stop texts.
+        """Return the texts that end the answer.
 
         Raises:
-            InvalidRequestError: There are too many stop texts, or one is empty or too long.
+            InvalidRequestError: There are more than 4 texts, or one is empty or too long.
         """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > _MAX_STOPS:
@@ -153,7 +155,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return stops
 
     def check(self) -> None:
-        """Check that the gateway supports the value of each field.
+        """Check the values of the fields.
 
         Raises:
             InvalidRequestError: A value is out of range or not supported; the error names the
@@ -185,13 +187,13 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidRequestError('stream_options needs "stream": true', param="stream_options")
 
     def refuse_unless(self, *fields: tuple[str, object, object]) -> None:
-        """Check that fields which the gateway does not support are None or have no effect.
+        """Check that unsupported fields are null or have a value without effect.
 
         Args:
-            fields: Name, value, and value without effect, of each field.
+            fields: For each field its name, its value, and the value that has no effect.
 
         Raises:
-            InvalidRequestError: A field has another value; the error names it.
+            InvalidRequestError: A field has another value; the error names the field.
         """
         for field, value, neutral in fields:
             if value is not None and value != neutral:
@@ -210,9 +212,9 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
         Args:
             prompts: The prompts of the body.
-            request_id: Id of the request; with several jobs, each gets a number after it.
-            authorization: The caller's Authorization header; None without one.
-            session_id: The session of the body or the header; None without one.
+            request_id: Id of the request; several jobs get this id with a number appended.
+            authorization: The caller's Authorization header; None if the caller sent none.
+            session_id: Id of the session from the body or the header; None if there is none.
         """
         seed = secrets.randbits(_SEED_BITS) if self.seed is None else self.seed % 2**64
         every = [(prompt, choice) for prompt in prompts for choice in range(self.num_choices)]
@@ -236,7 +238,7 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
     """The body of a text completion.
 
     Attributes:
-        prompt: A text, a list of tokens, or a list of either.
+        prompt: One text, one list of tokens, or a list of texts or of lists of tokens.
     """
 
     prompt: Given
@@ -288,10 +290,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of a chat.
+    """The body of a chat completion.
 
     Attributes:
-        messages: Messages, from which the chat template of the nodes' model makes one prompt.
+        messages: The messages; the chat template of the nodes' model makes one prompt of them.
     """
 
     messages: list[Message]
@@ -332,8 +334,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         Args:
             max_prompts: Ignored.
-            max_tokens: Ignored: the number of tokens is known only after a node has tokenized
-                them.
+            max_tokens: Ignored, because the messages are not tokenized yet.
 
         Raises:
             InvalidRequestError: A message or another field is wrong.
@@ -366,12 +367,12 @@ Placed = tuple[int, Logprobs]
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """A piece of an answer, or a whole answer.
+    """A part of an answer, or a whole answer.
 
     Attributes:
-        text: The text to show.
-        logprobs: Log probabilities of its tokens, with their places; empty if the caller asks for
-            none.
+        text: The text for the caller.
+        logprobs: Per token, the number of characters before it and its log probabilities; empty if
+            the caller asks for none.
     """
 
     text: str = ""
@@ -389,14 +390,14 @@ class CachedDetails(msgspec.Struct, frozen=True):
 
 
 class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """The token usage of an answer.
+    """The token usage of a request.
 
     Attributes:
-        prompt_tokens: Number of tokens of the prompts.
+        prompt_tokens: Number of tokens of all prompts.
         completion_tokens: Number of generated tokens.
         total_tokens: The sum of both.
-        prompt_tokens_details: Number of prompt tokens that were cached, at the first node that
-            finished its part of each answer.
+        prompt_tokens_details: Number of prompt tokens that were cached at the first node of each
+            answer.
     """
 
     prompt_tokens: int
@@ -406,12 +407,12 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LikelyToken(msgspec.Struct, frozen=True):
-    """A likely token of a chat's answer.
+    """One of the most likely tokens at a position of a chat's answer.
 
     Attributes:
         token: Text of the token.
         logprob: Natural logarithm of its probability.
-        bytes: UTF-8 bytes of the text; null if the token is a part of a character.
+        bytes: UTF-8 bytes of the text; null if the token is only a part of a character.
     """
 
     token: str
@@ -425,7 +426,7 @@ class LikelyToken(msgspec.Struct, frozen=True):
 
 
 class ChosenToken(LikelyToken, frozen=True):
-    """A token of a chat's answer, and the most likely tokens at its place."""
+    """A token of a chat's answer, and the most likely tokens at its position."""
 
     top_logprobs: tuple[LikelyToken, ...] = ()
 
@@ -449,14 +450,14 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
-    """The log probabilities of a completion.
+    """The log probabilities of a text completion, one entry per token in each field.
 
     Attributes:
-        tokens: Text of each token of the answer.
-        token_logprobs: Log probability of each.
-        top_logprobs: For each, the log probabilities of the most likely tokens and of the chosen
-            one, by text.
-        text_offset: Number of characters of the answer before each token.
+        tokens: Text of the token.
+        token_logprobs: Log probability of the token.
+        top_logprobs: By text, the log probabilities of the most likely tokens and of the chosen
+            token.
+        text_offset: Number of characters of the answer before the token.
     """
 
     tokens: tuple[str, ...]
@@ -484,9 +485,10 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer to one prompt, or a piece of it.
+    """One answer to one prompt, or a part of it.
 
-    A completion has `text`. A whole answer of a chat has `message`, and a piece of it has `delta`.
+    A text completion has `text`. A chat has `message` in a whole answer, and `delta` in a part of a
+    streamed answer.
     """
 
     text: str | msgspec.UnsetType = msgspec.UNSET
@@ -514,13 +516,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The fields that all pieces of one answer share, and the pieces made with them.
+    """The fields that all parts of one answer share, and methods that make the parts.
 
     Attributes:
         id: Id of the answer.
-        created: Unix seconds.
+        created: Time of the answer, in Unix seconds.
         model: Name of the model.
-        is_chat: True for a chat, False for a completion.
+        is_chat: True for a chat, False for a text completion.
     """
 
     id: str
@@ -571,7 +573,7 @@ class Head:
         return Choice(index=index, logprobs=logprobs, finish_reason=finish, **text)
 
     def usage(self, usage: TokenUsage) -> Completion:
-        """Return the piece of a streamed answer that has the token usage, after all choices."""
+        """Return the last part of a streamed answer, which has the token usage of all choices."""
         return self._of((), usage, "chat.completion.chunk")
 
     def _of(self, choices: tuple[Choice, ...], usage: TokenUsage | None, kind: str) -> Completion:

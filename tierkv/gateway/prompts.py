@@ -1,4 +1,4 @@
-"""Prompts of callers' requests, packed once and sent to any number of nodes."""
+"""Prompts of callers' requests: their checks, and the bodies of calls to nodes made from them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ _BYTES = struct.Struct(">BI")  # its long form, bin 32: mark and length
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One answer to be generated: a prompt and the rules of choosing tokens.
+    """One answer to generate: a prompt and its sampling parameters.
 
     Attributes:
-        request_id: Id of the request, from which ids of calls to nodes are made.
+        request_id: Id of the request; ids of the calls to nodes begin with it.
         prompt: A text, tokens packed as int32, or the messages of a chat.
         max_tokens: Largest number of tokens to generate.
         temperature: Divisor of the logits; 0 chooses the most likely token.
-        top_k: Number of most likely tokens to choose from; 0 for all.
-        seed: Seed of the random choices. It is always set, so that a second node continues with the
-            same tokens.
-        sampling: Further fields under the names that nodes use, without fields at their default.
-        authorization: The caller's Authorization header; None without one. Used if the gateway
-            forwards it.
-        num_logprobs: Number of most likely tokens whose log probabilities are wanted beside the
-            chosen token's; None for no log probabilities.
-        session_id: The session that the prompt is a turn of; None without one.
-        kv_hints: The hints of a router about the prompt; None without any.
+        top_k: Number of most likely tokens to sample from; 0 for all.
+        seed: Seed of the sampling. A second node that continues the answer gets the same seed, and
+            so chooses the same tokens.
+        sampling: Further sampling parameters by the names of the nodes' API, without those that
+            have no effect.
+        authorization: The caller's Authorization header, which the gateway forwards if it is so
+            configured; None if the caller sent none.
+        num_logprobs: Number of most likely tokens whose log probabilities are returned with each
+            token; None to return no log probabilities.
+        session_id: Id of the session (conversation) that the prompt is a turn of; None if it is in
+            no session.
+        kv_hints: A router's hints about the prompt; None if there are none.
     """
 
     request_id: str
@@ -59,9 +61,9 @@ class Job:
 
     @property
     def tokens(self) -> bytes:
-        """The prompt as packed tokens.
+        """The prompt as tokens packed as int32.
 
-        A text must have been turned into tokens by a node before.
+        For use once a node has tokenized a text or messages.
         """
         assert isinstance(self.prompt, bytes), "the relay asks a node first"
         return self.prompt
@@ -71,13 +73,13 @@ class Job:
         return count(self.tokens)
 
     def body(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """Return the body of a call to a node, in msgpack, as parts to send one after another.
+        """Return the body of a call to a node, in msgpack, as byte strings to send in this order.
 
-        The prompt is a part of its own, which is not copied for each node.
+        The prompt is one of the byte strings, so it is not copied for each call.
 
         Args:
             fields: Fields of the body, without `tokens`.
-            after: Tokens to append to the prompt in the field `tokens`.
+            after: Tokens that follow the prompt in the field `tokens`.
         """
         packed_after = pack(after)
         head = msgspec.msgpack.encode({**fields, "tokens": b""})
@@ -86,11 +88,13 @@ class Job:
         return head.removesuffix(_NO_BYTES) + _BYTES.pack(0xC6, size), self.tokens, packed_after
 
     def work(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """Return the body of a call that generates tokens, with the sampling and a streamed answer.
+        """Return the body of a call for a streamed answer, with the sampling parameters.
+
+        The form is that of `body`.
 
         Args:
             fields: Further fields of the body.
-            after: Tokens to append to the prompt; see `body`.
+            after: Tokens that follow the prompt in the field `tokens`.
         """
         sampling: dict[str, object] = {
             "temperature": self.temperature,
@@ -108,15 +112,16 @@ class Job:
 
 
 def read_prompts(given: Given, *, max_prompts: int, max_tokens: int) -> list[Prompt]:
-    """Return the prompts of a body: texts unchanged, tokens packed as int32.
+    """Return the prompts that a request's body contains: texts unchanged, tokens packed as int32.
 
     Args:
-        given: A text, a list of tokens, or a list of either.
+        given: The body's field: one text, one list of tokens, or a list of texts or of lists of
+            tokens.
         max_prompts: Largest number of prompts.
-        max_tokens: Largest number of tokens of a prompt.
+        max_tokens: Largest number of tokens of a prompt that is given as tokens.
 
     Raises:
-        InvalidRequestError: A prompt is empty or too long, or there are none or too many.
+        InvalidRequestError: A prompt is empty or too long, or there are no prompts or too many.
     """
     several: Sequence[object] = [given] if isinstance(given, str) else given
     kinds = {type(one) for one in several}
@@ -154,9 +159,9 @@ def _read(prompt: object, max_tokens: int) -> str | bytes:
 
 
 def packed_bytes(prompt: Prompt) -> int:
-    """Return the largest number of bytes that `prompt` can have as packed tokens.
+    """Return an upper bound of the size of `prompt` as packed tokens, in bytes.
 
-    A token stands for at least one byte of text. Tokens that a chat template adds are not counted.
+    Each byte of text is counted as one token. Tokens that a chat template adds are not counted.
     """
     if isinstance(prompt, bytes):
         return len(prompt)

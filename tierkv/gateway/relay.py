@@ -1,17 +1,16 @@
-"""The relay of one prompt, which gets its tokens from the nodes even if nodes fail.
+"""Getting one prompt's answer from the nodes, even if nodes fail meanwhile.
 
-The gateway knows no vocabulary: nodes turn text into tokens, and tokens into text.
+The gateway has no tokenizer: nodes turn text into tokens, and tokens into text.
 
 If a node fails in the middle of an answer, the gateway asks another node to generate from the
-prompt *and the tokens delivered so far*. Nodes promise that the next tokens depend only on these,
-the seed and the position. Therefore the answer is the one that the first node would have given, and
-no token is generated twice. The blocks that the first node has published make this cheap. An engine
-whose choice of tokens depended on anything else would have to generate again from the start.
+prompt and the tokens received so far. Every node chooses the same next token from the same tokens,
+seed and position, so the answer is the one that the first node would have given. The blocks that
+the first node has published make this cheap.
 
 In a hand-off, a prefill node computes a prompt and publishes it under a ticket, and a decode node
-claims the ticket and continues. Both are called at the same time, so that the decode node waits or
-fetches while the prefill node computes. The gateway chooses the id of the ticket. Therefore each of
-the two can be replaced by another node of its role, until the first token of the decode node.
+claims the ticket and continues. Both are called at the same time, so that the decode node fetches
+blocks while the prefill node computes. The gateway chooses the ticket's id. Until the decode node's
+first token, either node can therefore be replaced by another node of its role.
 """
 
 from __future__ import annotations
@@ -58,16 +57,17 @@ class PromptAnswer:
     """The answer to one prompt.
 
     Attributes:
-        job: The prompt and its sampling; packed tokens replace a text once a node has made them.
+        job: The prompt and its sampling parameters; a text prompt is replaced by its tokens once a
+            node has tokenized it.
         num_tokens: Number of generated tokens, up to the one that completed a stop text.
         cached_tokens: Number of prompt tokens that were cached.
-        finish_reason: Reason of the end; None until then.
+        finish_reason: Reason why the answer ended; None before its end.
 
     Args:
-        job: The prompt and its sampling.
+        job: The prompt and its sampling parameters.
         backend: The nodes.
         stops: Texts that end the answer.
-        min_tokens: Number of tokens in which no stop text is looked for.
+        min_tokens: Number of tokens at the start of the answer in which stop texts are ignored.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class PromptAnswer:
         self._num_characters = 0
 
     async def run(self, send: Send) -> None:
-        """Generate the answer, and call `send` with each piece.
+        """Generate the answer, and call `send` with each piece of it in order.
 
-        A cancel, or an error of `send`, stops the nodes' work on this prompt.
+        If this call is cancelled or `send` raises, the nodes stop working on the prompt.
 
         Args:
-            send: Sends a piece to the caller, or keeps it.
+            send: Delivers a piece of the answer to the caller.
 
         Raises:
-            GatewayError: The prompt has failed.
+            GatewayError: The prompt could not be answered.
         """
         async with self._backend.admission.slot():
             delivery = Delivery(self.job, self._backend)
@@ -120,12 +120,7 @@ class PromptAnswer:
             self.finish_reason = "stop" if has_stopped else "length"
 
     def _read(self, delivery: Delivery, pieces: Sequence[str]) -> AnswerPiece:
-        """Return the piece of the answer that further tokens make, up to the end of a stop text.
-
-        Args:
-            delivery: The tokens delivered so far, with their log probabilities.
-            pieces: The text of each further token.
-        """
+        """Return the piece of the answer with these texts, up to the end of a stop text."""
         text: list[str] = []
         logprobs: list[Placed] = []
         for piece in pieces:
@@ -148,14 +143,7 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class _Tokens(msgspec.Struct):
-    """The event of a node's stream that brings tokens.
-
-    Attributes:
-        tokens: The tokens.
-        text: Text of all tokens; in an event without tokens, text that was held back before.
-        pieces: Text of each token.
-        logprobs: Log probabilities of each token; None if the job asks for none.
-    """
+    """A node's event with new tokens; one without tokens has text that the node had held back."""
 
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     text: str
@@ -173,13 +161,13 @@ class _Matched(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """The event that ends a node's stream, as far as the gateway reads it.
+    """The fields, read by the gateway, of the event that ends a node's stream.
 
     Attributes:
         matched: Number of prompt tokens found in each tier.
         finish_reason: "stop" if the model ended the text, otherwise "length".
         producer: The node that published the claimed prompt; None if the decode node could not
-            claim it and computed the prompt itself.
+            claim the prompt and computed it; "" if the call was not a claim.
     """
 
     matched: _Matched
@@ -188,25 +176,25 @@ class Done(msgspec.Struct):
 
 
 class Delivery:
-    """The tokens of one prompt so far, and what happened at the nodes. One `run` owns it.
+    """The tokens of one answer received so far, and the state of the attempts to get the rest.
 
     Attributes:
-        job: The prompt and its sampling.
+        job: The prompt and its sampling parameters.
         backend: The nodes.
-        tokens: The tokens delivered so far.
-        logprobs: Log probabilities of each, if the job asks for them.
-        cached_tokens: Number of prompt tokens that the first node that answered had cached; None
+        tokens: The tokens received so far.
+        logprobs: Log probabilities of each received token; empty if the job asks for none.
+        cached_tokens: Number of prompt tokens cached at the first node that finished its part; None
             before.
         has_stopped: True once the model has ended the text.
         is_claimed: True once a decode node has sent a token.
-        speakers: Nodes that have sent some of the tokens.
-        publisher: The node that has published the prompt; None before.
-        is_divided: True once a node could not use another node's KV, and may therefore have another
-            model.
+        speakers: Nodes that sent some of the received tokens.
+        publisher: The node that published the prompt; None before the publish.
+        is_divided: True once a node could not use another node's KV. The nodes may then have
+            different models.
         num_attempts: Number of failed attempts.
 
     Args:
-        job: The prompt and its sampling.
+        job: The prompt and its sampling parameters.
         backend: The nodes.
     """
 
@@ -233,10 +221,11 @@ class Delivery:
     # For the task that delivers
 
     async def news(self, sent: int) -> Sequence[str]:
-        """Wait until there are more than `sent` tokens, or the work has ended.
+        """Wait until more than `sent` tokens have been received, or `wake` is called.
 
         Returns:
-            The text of each token from number `sent` on; may be empty at the end of the work.
+            The text of each token from number `sent` on; empty if `wake` was called without a new
+                token.
         """
         if len(self.tokens) == sent:
             self._changed.clear()
@@ -244,16 +233,16 @@ class Delivery:
         return self._pieces[sent:]
 
     def rest(self) -> str:
-        """Return the text behind the last token that a node held back; "" without any."""
+        """Return the text that a node held back until its end, after the last token; may be ""."""
         behind, text = self._held_back
         return text if behind == len(self.tokens) else ""
 
     async def pause(self) -> None:
-        """Wait before another attempt, longer after each failed one, at most 1 s."""
+        """Wait before the next attempt: 20 ms, doubled with each failed attempt up to 1 s."""
         await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0**self.num_attempts, _LONGEST_PAUSE_S))
 
     def wake(self, _: object = None) -> None:
-        """Make `news` look at the tokens again."""
+        """Make a waiting `news` return."""
         self._changed.set()
 
     # For the tasks that read nodes
@@ -266,29 +255,28 @@ class Delivery:
         return asyncio.get_running_loop().time()
 
     def next_id(self) -> str:
-        """Return a unique id for one call to a node.
-
-        The request's own id would not do: a node may still be ending an earlier call, and a caller
-        may use one id twice.
-        """
+        """Return an id for one call to a node, different from the ids of all other calls."""
         self._num_calls += 1
         return f"{self.job.request_id}.{self._nonce}.{self._num_calls}"
 
     def accept(self, node: BackendNode, offset: int, received: _Tokens) -> int:
-        """Append the tokens of an event that are not known yet; known ones must be the same.
+        """Append an event's tokens that have not been received yet, up to the job's `max_tokens`.
+
+        Tokens that were already received from another node must be the same.
 
         Args:
             node: The node that sent the event.
-            offset: Number of tokens of the answer before the event.
+            offset: Position in the answer of the event's first token.
             received: The event.
 
         Returns:
-            Number of tokens of the answer up to the event's last.
+            Position in the answer after the event's last token.
 
         Raises:
-            NodeFailedError: Another node sent other tokens, or the event lacks the text of a token.
-            HandoffRefusedError: A decode node sent the first token before the prefill node did,
-                which alone has the token's log probabilities.
+            NodeFailedError: The event's tokens differ from received ones, or a token lacks its text
+                or log probabilities.
+            HandoffRefusedError: A decode node sent the ticket's first token before the prefill node
+                did. Only the prefill node has the log probabilities of this token.
         """
         tokens, pieces = received.tokens, received.pieces
         if len(pieces) != len(tokens):
@@ -315,12 +303,7 @@ class Delivery:
         return offset + len(tokens)
 
     def _whole_logprobs(self, node: BackendNode, received: _Tokens, known: int) -> list[Logprobs]:
-        """Return the log probabilities of an event's tokens, from number `known` on.
-
-        Raises:
-            NodeFailedError: The event lacks them.
-            HandoffRefusedError: The token comes from a ticket, which has no log probabilities.
-        """
+        """Return the log probabilities of an event's tokens, without its first `known` tokens."""
         found = (received.logprobs or [])[known:]
         if len(found) < len(received.tokens) - known:
             raise self._blame(node, "sent tokens without their log probabilities")
@@ -336,14 +319,16 @@ class Delivery:
         return NodeFailedError(f"{node.url} {what}")
 
     def note(self, node: BackendNode, error: AttemptError) -> None:
-        """Record a failed attempt at a node; this prompt then avoids the node.
+        """Record a failed attempt at a node. Further attempts for this prompt avoid the node.
+
+        The node is not avoided if it sent some of the tokens and only the hand-off was refused.
 
         Args:
             node: The node.
             error: The failure.
 
         Raises:
-            GatewayError: It was the last attempt.
+            GatewayError: No further attempt is allowed.
         """
         # A node that has computed the prompt but could not hand it over can go on with it.
         if not (isinstance(error, HandoffRefusedError) and node in self.speakers):
@@ -354,25 +339,22 @@ class Delivery:
         self.spend(error)
 
     def note_no_ticket(self, node: BackendNode) -> None:
-        """Count that a decode node could not claim the ticket, and computed the prompt itself.
-
-        The node's log says why.
-        """
+        """Count and log that a decode node computed the prompt itself, without a usable ticket."""
         self.backend.metrics.failed.labels(node.url, "without_ticket").inc()
         text = "request %s: %s could not use the ticket and computed the prompt itself"
         log.warning(text, self.job.request_id, node.url)
 
     async def check_ticket(self, ticket_id: str) -> None:
-        """Check that a published ticket is still in the store, so that a decode node can claim it.
+        """Check that a published, unclaimed ticket is still in the store.
 
-        A store that was emptied has lost it, and a claim would wait until its deadline.
+        If the store has lost the ticket, a decode node would wait for it until its deadline.
 
         Args:
             ticket_id: Id of the ticket.
 
         Raises:
-            HandoffRefusedError: The ticket is lost and not claimed; the failure is recorded.
-            GatewayError: It was the last attempt.
+            HandoffRefusedError: The ticket is lost; the attempt is recorded as failed.
+            GatewayError: The ticket is lost, and no further attempt is allowed.
         """
         node = self.publisher
         if node is None or await self.backend.calls.has_ticket(node, self.job, ticket_id):
@@ -384,13 +366,13 @@ class Delivery:
             raise error
 
     def spend(self, error: AttemptError) -> None:
-        """Count an attempt that failed.
+        """Count a failed attempt.
 
         Args:
             error: The failure.
 
         Raises:
-            GatewayError: It was the last attempt.
+            GatewayError: No further attempt is allowed.
         """
         self.num_attempts += 1
         log.warning("request %s, attempt %d: %s", self.job.request_id, self.num_attempts, error)
@@ -404,17 +386,17 @@ class Delivery:
             ) from error
 
     def fresh(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """Return those of `nodes` that may get requests and have not failed this prompt."""
+        """Return those of `nodes` that may receive requests and have not failed for this prompt."""
         return usable(nodes, self.now(), self._failed)
 
     def some_of(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """Return at least one of `nodes`, chosen as by `fresh`.
+        """Return at least one of `nodes`, as `fresh` does.
 
-        If all have failed this prompt, all get a new chance.
+        If all of them have failed for this prompt, all that may receive requests are returned.
 
         Raises:
-            AttemptError: No node may get requests; the attempt is counted.
-            GatewayError: It was the last attempt.
+            AttemptError: No node may receive requests; this counts as a failed attempt.
+            GatewayError: No node may receive requests, and no further attempt is allowed.
         """
         if not (left := self.fresh(nodes)):
             self._failed.clear()
@@ -433,13 +415,13 @@ class Delivery:
 
         Args:
             node: The node to call.
-            path: Path of the route.
+            path: Path of the node's route.
             body: Body of the call, in msgpack.
-            offset: Number of tokens of the answer before the first token of this stream.
+            offset: Position in the answer of the first token of this stream.
 
         Raises:
             AttemptError: The call has failed; the failure is recorded.
-            GatewayError: It was the last attempt.
+            GatewayError: The call has failed, and no further attempt is allowed.
         """
         try:
             events = self.backend.calls.stream(node, path, self.job, body)
@@ -464,12 +446,12 @@ class Delivery:
             raise self._blame(node, f"sent an answer that cannot be read: {error}") from error
 
     def learn(self, node: BackendNode, done: Done, after: Sequence[int] = ()) -> None:
-        """Record that a node has done its part, and has the prompt cached now.
+        """Record that a node finished its part of the answer, and has the prompt cached now.
 
         Args:
             node: The node.
-            done: The end of its stream, with the number of cached tokens.
-            after: Generated tokens whose KV the node has too.
+            done: The event that ended the node's stream.
+            after: Generated tokens that the node has cached after the prompt.
         """
         found = done.matched.device + done.matched.host
         found += done.matched.storage + done.matched.direct
@@ -486,17 +468,17 @@ Failure = TierKVError  # passed as a value: `hand_over` sees all failures and ch
 
 
 async def hand_over(delivery: Delivery, held: Held) -> None:
-    """Get all tokens by a hand-off from a prefill node to a decode node.
+    """Get all tokens of an answer by a hand-off from a prefill node to a decode node.
 
-    Both calls have ended on return.
+    No call to a node runs any more on return.
 
     Args:
-        delivery: Gets the tokens.
+        delivery: Receives the tokens.
         held: By URL, number of leading prompt tokens that each node has cached.
 
     Raises:
         AttemptError: A call has failed; the failure is recorded.
-        GatewayError: It was the last attempt.
+        GatewayError: A call has failed, and no further attempt is allowed.
     """
     ticket_id = delivery.next_id()
     async with task_group() as tasks:
@@ -526,16 +508,7 @@ async def hand_over(delivery: Delivery, held: Held) -> None:
 
 
 async def _prefill(delivery: Delivery, ticket_id: str, held: Held) -> None:
-    """Make one prefill node publish the prompt; try each node once until one succeeds.
-
-    Args:
-        delivery: Gets the first token.
-        ticket_id: Id under which the prompt is published.
-        held: By URL, number of leading prompt tokens that each node has cached.
-
-    Raises:
-        AttemptError: No node succeeds.
-    """
+    """Make one prefill node publish the prompt under `ticket_id`, trying each usable node once."""
     failure = AttemptError("no prefill node is available")
     tried: set[BackendNode] = set()
     while True:
@@ -568,16 +541,7 @@ async def _prefill_at(delivery: Delivery, node: BackendNode, ticket_id: str, hel
 
 
 async def _decode(delivery: Delivery, ticket_id: str, held: Held) -> None:
-    """Make one decode node claim the prompt; a node that fails before its first token is replaced.
-
-    Args:
-        delivery: Gets the tokens.
-        ticket_id: Id under which the prompt is published.
-        held: By URL, number of leading prompt tokens that each node has cached.
-
-    Raises:
-        AttemptError: No node is left, or a node failed after its first token.
-    """
+    """Make a decode node claim the ticket; try others until one has sent a token."""
     job, first_token_s = delivery.job, delivery.backend.settings.deadlines.first_token_s
     while True:
         nodes = delivery.fresh(delivery.backend.nodes.decoding())
@@ -615,10 +579,10 @@ _INCOMPATIBLE = HandoffProblem.INCOMPATIBLE.value
 
 
 async def run(delivery: Delivery) -> None:
-    """Get all tokens of a prompt, with as many attempts and nodes as the limits allow.
+    """Get all tokens of an answer, in as many attempts as the limits allow.
 
     Args:
-        delivery: Gets the tokens.
+        delivery: Receives the tokens.
 
     Raises:
         GatewayError: The attempts or the time are used up, or the request is not valid.
@@ -643,12 +607,7 @@ async def run(delivery: Delivery) -> None:
 
 
 async def _tokenize(delivery: Delivery) -> None:
-    """Make one node turn the prompt's text or messages into tokens.
-
-    Raises:
-        AttemptError: The call has failed; the failure is recorded.
-        GatewayError: It was the last attempt, or the prompt is not valid.
-    """
+    """Make one node turn the prompt's text or messages into tokens."""
     most = delivery.backend.settings.gateway.max_prompt_tokens
     nodes = delivery.some_of(delivery.backend.nodes.all)
     node = min(nodes, key=lambda one: one.running)
@@ -667,12 +626,7 @@ async def _tokenize(delivery: Delivery) -> None:
 
 
 async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
-    """Choose nodes, and get the missing tokens by a hand-off or from one node.
-
-    Args:
-        delivery: Gets the tokens.
-        can_hand_off: False once a hand-off of this prompt was refused.
-    """
+    """Get the missing tokens by a hand-off between two nodes, or from one node."""
     job = delivery.job
     nodes = _continuing_nodes(delivery)
     everybody = delivery.some_of(nodes)
@@ -699,8 +653,7 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
 def _continuing_nodes(delivery: Delivery) -> list[BackendNode]:
     """Return the nodes that may generate the next tokens.
 
-    These are all nodes, unless some turned out to have different models. Then only nodes that have
-    sent delivered tokens may continue, since a mixed answer would be no model's.
+    If the nodes have different models, only those that sent some of the tokens may continue.
     """
     everybody = delivery.backend.nodes.all
     if delivery.is_divided and delivery.speakers:
@@ -714,17 +667,7 @@ def _can_do_alone(
     num_tokens: int,
     held: Held,
 ) -> BackendNode | None:
-    """Return a node that can decode and needs no hand-off of this prompt; None without one.
-
-    Either it has almost the whole prompt cached and is not busy, or it is the best choice for the
-    prefill and decodes as well.
-
-    Args:
-        prefilling: Usable nodes whose role includes prefill.
-        decoding: Usable nodes whose role includes decode.
-        num_tokens: Number of tokens of the prompt.
-        held: By URL, number of leading prompt tokens that each node has cached.
-    """
+    """Return a node that should do both prefill and decode of this prompt; None to hand it off."""
     if num_tokens > _FEW_TOKENS:
         knowing = [node for node in decoding if num_tokens - held.get(node.url, 0) <= _FEW_TOKENS]
         least = min((node.running for node in decoding), default=0)
@@ -736,13 +679,7 @@ def _can_do_alone(
 
 
 async def _generate(delivery: Delivery, node: BackendNode, held: Held) -> None:
-    """Make one node generate all tokens that are missing.
-
-    Args:
-        delivery: Gets the tokens.
-        node: The node to call.
-        held: By URL, number of leading prompt tokens that each node has cached.
-    """
+    """Make one node generate all tokens that are missing."""
     job, offset = delivery.job, len(delivery.tokens)
     left = job.max_tokens - offset
     asked = {"request_id": delivery.next_id(), "max_tokens": left, "answered_tokens": offset}

@@ -1,8 +1,4 @@
-"""The choice of a node for a prompt, and the gateway's memory of earlier prompts.
-
-The node with the fewest tokens left to compute is chosen. Tokens of running requests count, cached
-tokens do not.
-"""
+"""The choice of a node for a prompt, and the gateway's memory of prompts that nodes have seen."""
 
 from __future__ import annotations
 
@@ -18,15 +14,16 @@ Held = Mapping[str, int]  # leading prompt tokens that a node has at hand, by it
 
 
 def choose_prefill(nodes: Sequence[BackendNode], num_tokens: int, held: Held) -> BackendNode:
-    """Return the node that will have computed the prompt first, by numbers of tokens.
+    """Return the prefill node with the least computing left to do if the prompt is sent there.
 
-    That is the node with the fewest tokens of running requests and of this prompt to compute; of
-    equal ones, the one with fewer requests.
+    The measure is the number of tokens that the node's running requests still need, plus the
+    prompt's tokens that the node has not cached. Among equal nodes, the one with the fewest running
+    requests is chosen.
 
     Args:
-        nodes: The nodes to choose from.
+        nodes: The nodes to choose from; at least one.
         num_tokens: Number of tokens of the prompt.
-        held: By URL, number of leading prompt tokens that each node has cached.
+        held: By URL, number of leading prompt tokens that each node has cached; 0 if missing.
     """
     return min(
         nodes,
@@ -38,13 +35,14 @@ def choose_prefill(nodes: Sequence[BackendNode], num_tokens: int, held: Held) ->
 
 
 def choose_decode(nodes: Sequence[BackendNode], held: Held) -> BackendNode:
-    """Return the node with the fewest running requests.
+    """Return the decode node with the fewest running requests.
 
-    Of equal ones, the one with fewer tokens to generate, then the one with more cached tokens.
+    Among equal nodes, the one with the fewest tokens left to compute or generate is chosen, then
+    the one with the most cached tokens of the prompt.
 
     Args:
-        nodes: The nodes to choose from.
-        held: By URL, number of leading prompt tokens that each node has cached.
+        nodes: The nodes to choose from; at least one.
+        held: By URL, number of leading prompt tokens that each node has cached; 0 if missing.
     """
     return min(
         nodes,
@@ -59,13 +57,14 @@ _MAX_CHUNKS = 1 << 16  # about 4 million tokens, some 10 MB
 
 
 class PrefixMemory:
-    """A memory of the prompts that each node has seen, by the hash of each prefix.
+    """A memory of which node has seen which prefix of a prompt, by the hash of the prefix.
 
-    Prefixes are multiples of 64 tokens. Two prefixes with the same hash cost at most a worse choice
-    of node, never a wrong answer.
+    Only prefixes of a multiple of 64 tokens are remembered. A hash collision can lead to a worse
+    choice of node, never to a wrong answer.
 
     Args:
-        max_chunks: Number of prefixes that are remembered; the least recent ones are forgotten.
+        max_chunks: Largest number of remembered prefixes; beyond it, the least recently used are
+            forgotten.
     """
 
     def __init__(self, max_chunks: int = _MAX_CHUNKS) -> None:
@@ -79,7 +78,8 @@ class PrefixMemory:
         Args:
             tokens: The prompt, packed as int32; only its first 65,536 tokens are remembered.
             url: URL of the node.
-            life: `BackendNode.lives` of the node; what was cached in earlier lives counts as lost.
+            life: The node's `BackendNode.lives` now. Once that number rises, the prompt counts as
+                lost.
         """
         alone = ((url, life),)
         for digest in _chain(tokens[:REMEMBERED_BYTES]):
@@ -90,12 +90,12 @@ class PrefixMemory:
             self._seen.popitem(last=False)
 
     def matched(self, tokens: bytes, lives: Mapping[str, int]) -> dict[str, int]:
-        """Return by URL the number of leading tokens that each node has, if it has evicted nothing.
+        """Return by URL the number of leading tokens that each node has seen and may still have.
 
         Args:
             tokens: The prompt, packed as int32.
-            lives: By URL, `BackendNode.lives` of each node; tokens cached in an earlier life are
-                lost.
+            lives: By URL, `BackendNode.lives` of each node; only prompts remembered with this
+                number count.
         """
         found: dict[str, int] = {}
         chunks = 0

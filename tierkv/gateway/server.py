@@ -170,15 +170,7 @@ class CompletionRoutes:
         return await writer.end()
 
     async def _run(self, answers: Sequence[PromptAnswer], send: SendTo) -> None:
-        """Generate all answers; the first one that fails ends all of them.
-
-        Args:
-            answers: The answers to generate.
-            send: Called with the number of an answer and its next piece.
-
-        Raises:
-            GatewayError: A prompt has failed.
-        """
+        """Generate all answers; if one fails, stop the others and raise its error."""
         async with task_group() as tasks:
             for index, answer in enumerate(answers):
                 tasks.create_task(self._run_one(index, answer, send))
@@ -194,7 +186,7 @@ def _wake(pieces: asyncio.Queue[tuple[int, AnswerPiece] | None]) -> None:
 
 
 def usage_of(answers: Sequence[PromptAnswer], num_choices: int) -> TokenUsage:
-    """Return the token usage of all answers; the tokens of each prompt count once.
+    """Return the token usage of a request; each prompt counts once, even with several answers.
 
     Args:
         answers: The answers, prompt after prompt.
@@ -212,13 +204,7 @@ def usage_of(answers: Sequence[PromptAnswer], num_choices: int) -> TokenUsage:
 
 
 class _Writer:
-    """A writer of the pieces of one answer; the first piece opens the stream.
-
-    Args:
-        request: The HTTP request that is answered.
-        model: Name of the model.
-        is_chat: True for a chat, False for a completion.
-    """
+    """A writer of one streamed answer; the first `write` sends the HTTP headers."""
 
     def __init__(self, request: web.BaseRequest, model: str, *, is_chat: bool) -> None:
         self.request = request
@@ -234,11 +220,7 @@ class _Writer:
         await self.write_line(msgspec.json.encode(piece))
 
     async def write_line(self, line: bytes) -> None:
-        """Send `line` as one event.
-
-        Raises:
-            ConnectionError: The client has closed the connection or reads nothing.
-        """
+        """Send `line` as one server-sent event."""
         if self._response is None:
             self._response = await open_stream(self.request)
         await write(self._response, b"data: %b\n\n" % line)
@@ -250,11 +232,11 @@ class _Writer:
 
 
 def router_of(gateway: Gateway, guard: Guard) -> HttpRouter:
-    """Return the router of a gateway's routes.
+    """Return the HTTP router of a gateway.
 
     Args:
-        gateway: A gateway; it must be running when the first request arrives.
-        guard: Authenticator of callers; it must be running then, too.
+        gateway: A gateway; it must be running before the first request arrives.
+        guard: Authenticator of callers; it must be running before the first request arrives.
     """
     kinds = [kind(gateway) for kind in (CompletionRoutes, ProbeRoutes, GatewayLiveRoutes)]
     table = [row for owner in (*kinds, PageRoutes()) for row in routes_of(owner)]
@@ -289,7 +271,8 @@ class ProbeRoutes:
     async def ready(self, request: web.BaseRequest) -> ReadyAnswer:
         """Answer 200 while at least one node accepts requests, else 503.
 
-        The status is degraded if a node is not ready or degraded. With ?verbose each node is named.
+        The status is "degraded" if a node is not ready or is degraded itself. With ?verbose, the
+        answer names the state of each node.
         """
         gateway = self._gateway
         if gateway.is_draining:
@@ -312,7 +295,11 @@ class ProbeRoutes:
 
     @Route("GET", "/version", Access.PUBLIC)
     async def version(self, _: web.BaseRequest) -> VersionAnswer:
-        """Return the version as a node does, without a fingerprint: a gateway has no blocks."""
+        """Return the version of the gateway.
+
+        The fields are those of a node's answer. The fingerprint is empty, because a gateway has no
+        blocks.
+        """
         return VersionAnswer(tierkv.__version__, "gateway", "gateway", {}, "")
 
     @Route("GET", "/metrics", Access.READ)
@@ -323,7 +310,9 @@ class ProbeRoutes:
 
 
 class GatewayLiveRoutes:
-    """The data of the live page. They are no part of the API, and may change with each version.
+    """The data of the live page.
+
+    These routes are not a part of the API, and may change at any version.
 
     Args:
         gateway: The gateway that the page shows.
@@ -334,10 +323,7 @@ class GatewayLiveRoutes:
 
     @Route("GET", "/live/stream", Access.READ, content_type=EVENT_STREAM)
     async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Stream the gateway's figures and the state of each node.
-
-        The figures are those of the last minutes and of now.
-        """
+        """Stream the gateway's figures, from the last minutes on, and each node's state."""
         return await self._gateway.live.stream(request, lambda: [("state", self._state())])
 
     def _state(self) -> bytes:
@@ -367,11 +353,11 @@ class GatewayLiveRoutes:
 
 
 def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
-    """Run a gateway until SIGTERM or SIGINT, and return when all its parts are closed.
+    """Run a gateway until SIGTERM or SIGINT, and return once all its parts are closed.
 
     Args:
         settings: The gateway's settings.
-        announce: Called with the URL once the gateway answers there.
+        announce: Called with the gateway's URL once it answers requests.
 
     Raises:
         TierKVError: The gateway could not start; nothing is left open.
@@ -403,11 +389,11 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
 
 
 def listening(gateway: Gateway, listener: socket.socket) -> AbstractAsyncContextManager[str]:
-    """Answer for `gateway` on `listener` while the context is open; see `answering`.
+    """Answer requests for `gateway` on `listener` while the context is open; provide its URL.
 
     Args:
-        gateway: The gateway; it must be running when the first request arrives.
-        listener: The socket to answer on.
+        gateway: The gateway; it must be running before the first request arrives.
+        listener: The listening socket.
     """
     own = gateway.settings
     return answering(own.gateway, own.auth, own.tls, [listener], partial(router_of, gateway))

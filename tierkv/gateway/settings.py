@@ -99,15 +99,15 @@ class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rules by which a failed node receives no requests.
+    """The rules by which a failed node receives no requests for a while.
 
     Attributes:
-        probe_interval_s: seconds between two probes of /readyz.
-        probe_timeout_s: seconds in which a probe must be answered.
-        eject_s: seconds without requests after a failure. Each further failure doubles this time; a
-            good probe ends it.
-        max_eject_s: limit of that time, in seconds.
-        gone_after_probes: number of unanswered probes in a row after which streams that the node
+        probe_interval_s: seconds between two probes of a node's /readyz.
+        probe_timeout_s: seconds in which a node must answer a probe.
+        eject_s: seconds without requests after a failure. Each further failure doubles this time.
+            The next probe that finds the node ready ends it.
+        max_eject_s: largest value of that time, in seconds.
+        gone_after_probes: number of unanswered probes in a row after which answers that the node
             has stopped sending continue at another node.
     """
 

@@ -204,11 +204,7 @@ def release(request: web.BaseRequest) -> None:
 
 
 def _media_type(request: web.BaseRequest) -> str:
-    """Return the content type of the request's body.
-
-    Raises:
-        MediaTypeError: Bodies of this type or this encoding are not supported.
-    """
+    """Return the content type of the request's body."""
     content_type = request.content_type
     if content_type not in (JSON, MSGPACK):
         given = request.headers.get("Content-Type", "")
@@ -284,14 +280,6 @@ def _refuse_twins(raw: bytes | bytearray, fields: Mapping[str, msgspec.Raw]) -> 
 
     Decoders differ in which of the two values they use, so a proxy that checks the body and a node
     that acts on it could see two different bodies.
-
-    Args:
-        raw: The JSON text.
-        fields: The decoded object, with one value for each key. If the text has just the length of
-            these fields, no key is repeated. Only otherwise is the text decoded again.
-
-    Raises:
-        BodyError: A key is repeated.
     """
     if raw.count(b":") == len(fields):  # one for each key: none twice, and no inner object
         return

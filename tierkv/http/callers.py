@@ -278,13 +278,7 @@ def digest_of(token: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A token as the auth file describes it.
-
-    Attributes:
-        digest: SHA-256 of the whole token, in hexadecimal.
-        principal: The caller that the token stands for.
-        expires_at: Unix seconds; None for never.
-    """
+    """A token as the auth file describes it."""
 
     digest: bytes
     principal: Principal
@@ -484,11 +478,7 @@ class Guard:
 
 
 def _token_of(given: list[str]) -> bytes:
-    """Return the token in the request's Authorization header, as bytes: any byte may come.
-
-    Raises:
-        UnauthenticatedError: There are several headers, or the header has no bearer token.
-    """
+    """Return the token in the request's Authorization header, as bytes: any byte may come."""
     if len(given) > 1:
         raise UnauthenticatedError(
             "the request has several Authorization headers: send one", was_given=True
@@ -534,11 +524,7 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _by_user(peer: socket.socket) -> Principal:
-    """Return the caller at the other end of a Unix socket: the node's own user is an admin.
-
-    Raises:
-        UnauthenticatedError: It is another user.
-    """
+    """Return the caller at the other end of a Unix socket: the node's own user is an admin."""
     _, uid, _ = credentials(peer)
     if uid == os.geteuid():
         return Principal(f"uid:{uid}", "", Access.ADMIN)

@@ -207,18 +207,7 @@ class HttpRouter:
 
 
 class _Path:
-    """One path of the route table, with the row of each HTTP method.
-
-    Attributes:
-        rows: The row of each method.
-        group: Name of the path's group in the pattern of all paths.
-        pattern: Regular expression of the path, as one group of the pattern of all paths.
-        names: Names in braces in the path, with the group of each.
-
-    Args:
-        path: The path, as in the table.
-        number: Number of the path, which makes the names of groups unique.
-    """
+    """One path of the route table, with the row of each HTTP method."""
 
     def __init__(self, path: str, number: int) -> None:
         self.path = path

@@ -224,11 +224,7 @@ def _tls_context(settings: TlsSection) -> ssl.SSLContext:
 
 
 def _load_certificates(context: ssl.SSLContext, settings: TlsSection) -> None:
-    """Load the certificates that the files hold now into `context`.
-
-    Raises:
-        ConfigError: A file cannot be read, or does not hold what its setting asks for.
-    """
+    """Load the certificates that the files hold now into `context`."""
     try:
         # The empty password keeps OpenSSL from asking the terminal for that of an encrypted key.
         context.load_cert_chain(settings.cert, settings.key or None, password="")
@@ -348,13 +344,7 @@ async def answering(
 
 
 class _Shared:
-    """The server, its limits, and the counts that all its connections share.
-
-    Attributes:
-        http: aiohttp's server.
-        limits: Limits of connections and requests.
-        num_open: Number of connections that are served.
-    """
+    """The server, its limits, and the counts that all its connections share."""
 
     def __init__(self, http: web.Server, limits: ListenSection) -> None:
         self.http = http
@@ -462,17 +452,7 @@ class _Http(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002 - aiohttp's words, which may quote the client
     ) -> web.StreamResponse:
-        """Return the answer to bytes that aiohttp could not read, or to an error of `handle`.
-
-        Args:
-            request: The request, as far as it could be read.
-            status: HTTP status that aiohttp suggests.
-            exc: The error.
-            message: Ignored, since it may quote bytes of the client.
-
-        Raises:
-            ConnectionError: The client has disconnected, or the answer has begun.
-        """
+        """Return the answer to bytes that aiohttp could not read, or to an error of `handle`."""
         if isinstance(exc, ConnectionError):
             raise exc  # the client went while its answer was written, which is no error of ours
         request_id = uuid4().hex
