@@ -1,1 +1,1 @@
-"""HTTP for nodes and gateways alike: sockets, callers, bodies, routes and error answers."""
+"""HTTP parts that nodes and gateways share: sockets, callers, bodies, routes, error answers."""

@@ -1,4 +1,4 @@
-"""Reads request bodies, and writes answers as JSON, msgpack or server-sent events."""
+"""Reading of request bodies, and writing of answers as JSON, msgpack or server-sent events."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BodyError(BadRequestError):
 
 
 class FieldError(BadRequestError):
-    """A field or parameter is wrong: correct the field that `detail` names."""
+    """A field or parameter is wrong: correct the one that the error sentence names."""
 
 
 class MediaTypeError(BadRequestError):
@@ -53,17 +53,17 @@ class BodyTimeoutError(BadRequestError):
 
 
 class TooMuchInWorkError(TierKVError):
-    """The bodies of all requests exceed max_work_bytes: retry."""
+    """All running requests' bodies together would exceed max_work_bytes: retry."""
 
 
 class BodyReader:
-    """A reader of the bodies of one server's requests, with a limit for all bodies together.
+    """A reader of the request bodies of one server, with a limit on the sum of their sizes.
 
-    The bytes of a body count until `release`. A body that would bring the sum above
-    `max_work_bytes` is refused before it is read.
+    The bytes of a body count until `release` is called with its request. A body that would bring
+    the sum above `max_work_bytes` is rejected, if possible before it is read.
 
     Args:
-        section: The limits of bodies.
+        section: The limits on bodies.
     """
 
     def __init__(self, section: ListenSection) -> None:
@@ -76,22 +76,22 @@ class BodyReader:
     async def read(
         self, request: web.BaseRequest, kind: type[T], finish: Callable[[T], T] = lambda body: body
     ) -> T:
-        """Read the request's body, and decode it by its content type; a long one in a thread.
+        """Read and decode the request's body. A body above 256 KiB is decoded in a thread.
 
         Args:
             request: A request whose body is still unread.
             kind: Type to decode as.
-            finish: Function that makes the result of the decoded body, in the same thread.
+            finish: Called with the decoded body, in the same thread; returns the result of `read`.
 
         Returns:
             The result of `finish`.
 
         Raises:
-            BodyError: The body cannot be read.
+            BodyError: The body is empty or cannot be read.
             FieldError: The body's fields do not fit `kind`.
-            MediaTypeError: The body is of another type.
+            MediaTypeError: The body is neither JSON nor msgpack.
             BodyTimeoutError: The body took longer than `body_timeout_s`.
-            TooMuchInWorkError: There is no room for the body now.
+            TooMuchInWorkError: The bodies of all requests would exceed `max_work_bytes`.
         """
         content_type = _media_type(request)
         raw = await self._receive(request)
@@ -102,12 +102,12 @@ class BodyReader:
         )
 
     async def aside(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Return the result of `work`, called in a thread if it works on many bytes.
+        """Return the result of `work`, called in a thread if it processes more than 256 KiB.
 
         Only one such thread runs at a time.
 
         Args:
-            num_bytes: Number of bytes that `work` works on; above 256 KiB are many.
+            num_bytes: Number of bytes that `work` processes.
             work: The function to call.
         """
         if num_bytes <= LARGE_BYTES:
@@ -116,14 +116,14 @@ class BodyReader:
             return await aside(work)
 
     async def read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
-        """Read and decode the request's body as `read` does; it may be missing or empty.
+        """Read and decode the request's body as `read` does, but accept a missing or empty body.
 
         Args:
             request: A request whose body is still unread.
             kind: Type to decode as.
 
         Returns:
-            `kind` with its defaults for a missing or empty body.
+            The decoded body; `kind()` if the body is missing or empty.
         """
         if not request.can_read_body or not (raw := await self._receive(request)):
             return kind()
@@ -164,15 +164,15 @@ class BodyReader:
         return raw
 
     def count(self, request: web.BaseRequest, num_bytes: int) -> None:
-        """Add `num_bytes` to the bytes that count for `request` until its `release`.
+        """Count `num_bytes` more against `max_work_bytes`, until `release` is called for `request`.
 
         Args:
             request: The request that uses the bytes.
             num_bytes: Number of further bytes.
 
         Raises:
-            RequestTooLargeError: The request has more bytes than there is room for at any time.
-            TooMuchInWorkError: The other bodies leave too little memory; nothing was counted.
+            RequestTooLargeError: The request alone exceeds `max_work_bytes`.
+            TooMuchInWorkError: All requests together would exceed it; nothing was counted.
         """
         most = self._section.max_work_bytes
         _, before = request.get(_COUNTED, (self, 0))
@@ -197,14 +197,14 @@ _COUNTED = web.RequestKey("counted", tuple[BodyReader, int])
 
 
 def release(request: web.BaseRequest) -> None:
-    """Stop counting the bytes of the body of `request`, which is answered."""
+    """Stop counting the bytes of an answered request against `max_work_bytes`."""
     if _COUNTED in request:
         reader, num_bytes = request[_COUNTED]
         reader.give_back(num_bytes)
 
 
 def _media_type(request: web.BaseRequest) -> str:
-    """Return the content type of the request's body."""
+    """Return the content type of the request's body, JSON or msgpack; raise for any other type."""
     content_type = request.content_type
     if content_type not in (JSON, MSGPACK):
         given = request.headers.get("Content-Type", "")
@@ -238,11 +238,11 @@ def from_query(request: web.BaseRequest, kind: type[T]) -> T:
 
 
 def is_set(request: web.BaseRequest, flag: str) -> bool:
-    """Return True if a flag is in the query, alone or with a value other than "false" and "0".
+    """Return whether a flag is in the query, without a value or with any except "false" and "0".
 
     Args:
         request: The request with the query.
-        flag: Name of the parameter.
+        flag: Name of the query parameter.
     """
     return request.query.get(flag, "false").lower() not in ("false", "0")
 
@@ -276,10 +276,11 @@ def decode(raw: bytes | bytearray, kind: type[T], *, content_type: str) -> T:
 
 
 def _refuse_twins(raw: bytes | bytearray, fields: Mapping[str, msgspec.Raw]) -> None:
-    """Check that no object of the JSON text has a key twice.
+    """Raise a BodyError if a key occurs twice in one object of the JSON text.
 
-    Decoders differ in which of the two values they use, so a proxy that checks the body and a node
-    that acts on it could see two different bodies.
+    Decoders differ in which of the two values they use. A proxy that checks the body could
+    therefore see another value than the node. `fields` is the decoded object: if the text has just
+    the length of these fields, no key is repeated.
     """
     if raw.count(b":") == len(fields):  # one for each key: none twice, and no inner object
         return
@@ -334,14 +335,14 @@ def is_id(text: str) -> bool:
 
 
 def check_id(text: str, field: str) -> str:
-    """Return `text`, if it can be an id in headers and logs.
+    """Return `text`, after checking that it can be used as an id in headers and logs.
 
     Args:
         text: The id that the caller gave.
-        field: Name of the field, for the error.
+        field: Name of the id's field, for the error.
 
     Raises:
-        FieldError: The text is no valid id.
+        FieldError: The text is not a valid id.
     """
     if not is_id(text):
         raise FieldError(
@@ -351,24 +352,31 @@ def check_id(text: str, field: str) -> str:
 
 
 def session_of(request: web.BaseRequest, given: str | None) -> str | None:
-    """Return the id of the request's session: `given`, or X-Session-ID; None without both.
+    """Return the id of the request's session (conversation): `given`, or the header X-Session-ID.
+
+    Args:
+        request: The request.
+        given: The id in the request's body; None if the body has none.
+
+    Returns:
+        The id; None if neither the body nor the header has one.
 
     Raises:
-        FieldError: the text is no valid id.
+        FieldError: The text is not a valid id.
     """
     session_id = request.headers.get(SESSION_HEADER) if given is None else given
     return None if session_id is None else check_id(session_id, "session_id")
 
 
 def name_request(request: web.BaseRequest, given: str | None) -> str:
-    """Return the request's id, after replacing it by `given` if that is not None.
+    """Set the request's id to `given` if that is not None, and return the id.
 
     Args:
         request: The request.
         given: Id from the body or a header; None to keep the id that the request has.
 
     Raises:
-        FieldError: `given` is no valid id.
+        FieldError: `given` is not a valid id.
     """
     if given is not None:
         request[REQUEST_ID] = check_id(given, "request_id")
@@ -376,7 +384,7 @@ def name_request(request: web.BaseRequest, given: str | None) -> str:
 
 
 def first_id(request: web.BaseRequest) -> str:
-    """Return the id in the request's header, or a new id if there is no valid one."""
+    """Return the id in the request's X-Request-Id header, or a new id if no valid one is there."""
     given = request.headers.get(REQUEST_ID_HEADER)
     if given is not None and is_id(given):
         return given
@@ -388,7 +396,7 @@ _WRITE_TIMEOUT_S = 30.0  # seconds without a read after which the client counts 
 
 
 def event_stream(request: web.BaseRequest) -> web.StreamResponse:
-    """Return a response that is an event stream, without sending anything."""
+    """Return a response of type text/event-stream; nothing is sent yet."""
     return web.StreamResponse(
         headers={
             **headers_of(request, EVENT_STREAM),
@@ -399,7 +407,7 @@ def event_stream(request: web.BaseRequest) -> web.StreamResponse:
 
 
 async def open_stream(request: web.BaseRequest) -> web.StreamResponse:
-    """Send the head of an event stream, and return the response."""
+    """Send the HTTP headers of a text/event-stream response, and return the response."""
     response = event_stream(request)
     await response.prepare(request)
     return response
@@ -411,9 +419,9 @@ async def write(
     """Write `chunk` to a streamed response.
 
     Args:
-        response: The response, whose head is sent.
+        response: The response, whose HTTP headers were sent.
         chunk: The bytes to write.
-        timeout_s: Seconds that the client may read nothing.
+        timeout_s: Seconds after which a client that reads nothing is disconnected.
 
     Raises:
         ConnectionError: The client has closed the connection, or has read nothing for `timeout_s`.

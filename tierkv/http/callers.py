@@ -1,8 +1,8 @@
-"""Callers and their authentication: access levels, the auth file, and names with the tenant.
+"""Authentication of callers, their access levels, and names that keep the ids of tenants apart.
 
-The auth file lists digests of tokens and names of certificates. The file is JSON, holds no secret,
-and is always replaced as a whole, so that a reader sees the old or the new content. Ids that
-callers give are turned into names with the tenant, as two tenants may use the same id.
+The auth file (JSON) lists digests of tokens and names in client certificates; it contains no
+secret. Two tenants may use the same request or ticket id. The id is therefore combined with the
+tenant's name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tierkv.threads import aside
 
 
 class Access(IntEnum):
-    """The access level that a route needs and a caller has; each includes the levels before it."""
+    """The access level that a route needs or a caller has. Each level includes the lower ones."""
 
     PUBLIC = 0  # probes: callers are not authenticated
     READ = 1  # look: lookup, stats, explain
@@ -50,9 +50,9 @@ class Principal:
 
     Attributes:
         name: Name for logs.
-        tenant: Tenant whose blocks the caller's requests use; "" is the node's own. It is never
-            taken from a request's body. An admin may name other tenants in routes that allow it.
-        access: What the caller may do.
+        tenant: Tenant whose blocks the caller's requests use; "" is the node's own tenant. A
+            request's body cannot change it, but some routes let an admin name another tenant.
+        access: The caller's access level.
     """
 
     name: str
@@ -67,10 +67,10 @@ NOBODY = Principal("nobody", "", Access.PUBLIC)
 
 
 class UnauthenticatedError(TierKVError):
-    """The caller is not authenticated: bring a token or a certificate that the node knows.
+    """The caller is not authenticated: send a token or a certificate that the node knows.
 
     Attributes:
-        was_given: True if the request had a token or certificate, but not a valid one.
+        was_given: True if the request had a token or certificate, but an invalid one.
     """
 
     def __init__(self, message: str, *, was_given: bool = False) -> None:
@@ -79,7 +79,7 @@ class UnauthenticatedError(TierKVError):
 
 
 class ForbiddenError(TierKVError):
-    """The caller's role does not allow the route: use a token with the named role."""
+    """The caller's access level does not allow the route: use a token with the named role."""
 
 
 _MAX_FILE_BYTES = 16 << 20
@@ -106,7 +106,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     Attributes:
         name: Name of the caller in logs.
         role: Access level of the caller.
-        tenant: Tenant that owns the blocks of this caller; "" is the node's own.
+        tenant: Tenant whose blocks the caller's requests use; "" is the node's own tenant.
     """
 
     name: str
@@ -129,9 +129,9 @@ class TokenRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         id: The public part of the token.
-        sha256: Digest of the whole token, in hexadecimal.
+        sha256: SHA-256 of the whole token, in hexadecimal.
         created: Time at which the token was made.
-        expires: Time after which the token is refused; None for never.
+        expires: Time after which the token is rejected; None for a token that does not expire.
     """
 
     id: TokenId
@@ -235,7 +235,7 @@ def write(path: Path, content: AuthFile) -> None:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Hold a lock during the body, so that only one `tierkv token` changes the file at a time.
+    """Lock the auth file while the body runs, so that one `tierkv token` at a time changes it.
 
     Args:
         path: The auth file; the lock is on its folder.
@@ -266,7 +266,7 @@ _UNKNOWN = "the token is unknown here or has expired: make one with `tierkv toke
 def new_token() -> tuple[Token, str]:
     """Return a new token, `tkv_{id}_{secret}`, and its id.
 
-    The id is public; the secret has 256 random bits.
+    The id is not secret. The secret has 256 random bits.
     """
     token_id = secrets.token_hex(_ID_BYTES)
     return Token(f"{_PREFIX}_{token_id}_{secrets.token_urlsafe(_SECRET_BYTES)}"), token_id
@@ -278,7 +278,7 @@ def digest_of(token: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A token as the auth file describes it."""
+    """A token of the auth file: its digest, its caller, and its end in Unix seconds."""
 
     digest: bytes
     principal: Principal
@@ -290,7 +290,7 @@ _NO_KEY = bytes(64)
 
 
 class Keyring:
-    """The credentials of one auth file, indexed for lookup; immutable.
+    """The tokens and certificate names of one auth file, indexed for lookup; immutable.
 
     Args:
         content: The content of the file.
@@ -304,12 +304,12 @@ class Keyring:
         """Return the caller that owns `token`.
 
         Args:
-            token: The token, as it came in the request.
+            token: The token, as the request contains it.
             now: Unix seconds.
 
         Raises:
-            UnauthenticatedError: The token is unknown or has expired. The sentence is the same in
-                all cases, since a difference would help only an attacker.
+            UnauthenticatedError: The token is unknown or has expired. The error sentence is the
+                same in both cases, so that an attacker learns nothing from it.
         """
         _, _, rest = token.partition(b"_")
         key = self._tokens.get(rest[: 2 * _ID_BYTES])
@@ -322,9 +322,10 @@ class Keyring:
         return key.principal
 
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
-        """Return the caller of the first known name, such as `DNS:prefill-1`.
+        """Return the caller for the first of `names` that the auth file has; None if it has none.
 
-        The result is None if the auth file has none of the names.
+        Args:
+            names: Names in a client certificate, such as `DNS:prefill-1`.
         """
         return next((found for name in names if (found := self._certificates.get(name))), None)
 
@@ -340,14 +341,14 @@ _IN_WORDS = re.compile(f"'(?:{_TICKET.pattern}|{_REQUEST.pattern})")
 
 
 def request_name(space: str, request_id: str) -> str:
-    """Return the scheduler's name of a request, which differs for two tenants that use the same id.
+    """Return the scheduler's name for a request, made of the tenant's space and the caller's id.
 
     Args:
-        space: The cache's name of the tenant; "" is the node's own.
+        space: Name of the tenant's part of the cache; "" is the node's own.
         request_id: The id that the caller gave.
 
     Raises:
-        BadRequestError: The id begins like the name of another tenant's request.
+        BadRequestError: The id looks like the name of another tenant's request.
     """
     if space:
         return f"{space}/{request_id}"
@@ -357,14 +358,14 @@ def request_name(space: str, request_id: str) -> str:
 
 
 def ticket_name(ticket_id: str, tenant: str) -> str:
-    """Return the name of a ticket on all nodes, which differs for two tenants that use the same id.
+    """Return the name under which a ticket is stored, made of the tenant and the caller's id.
 
     Args:
         ticket_id: The id that the caller gave.
         tenant: The tenant; "" is the node's own.
 
     Raises:
-        BadRequestError: The id begins like the name of another tenant's ticket.
+        BadRequestError: The id looks like the name of another tenant's ticket.
     """
     if tenant:
         return f"{hashlib.sha256(tenant.encode()).hexdigest()[:32]}:{ticket_id}"
@@ -374,7 +375,7 @@ def ticket_name(ticket_id: str, tenant: str) -> str:
 
 
 def as_given(sentence: str) -> str:
-    """Return `sentence` with the ids that callers gave, in place of names with the tenant."""
+    """Replace names made by `request_name` and `ticket_name` in `sentence` by the callers' ids."""
     return _IN_WORDS.sub("'", sentence)
 
 
@@ -387,11 +388,11 @@ _COMMON_NAME = "commonName"
 
 
 class Guard:
-    """The authenticator of callers. Use it inside `running()`; outside, every caller is refused.
+    """The authenticator of callers. Use it inside `running()`; outside, every caller is rejected.
 
     Args:
-        file: The auth file; None to let every caller do everything.
-        reload_s: Seconds between two checks whether the file has changed.
+        file: The auth file; None gives every caller the access level of an admin.
+        reload_s: Seconds between two checks for a change of the file.
     """
 
     def __init__(self, file: Path | None, *, reload_s: float = 1.0) -> None:
@@ -401,12 +402,12 @@ class Guard:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Read the file at the start, and after each change while the body runs.
+        """Read the auth file at the start, and again after each change while the body runs.
 
-        If a changed file is faulty, the fault is logged and the callers read before stay valid.
+        If a changed file is not valid, the error is logged, and the callers read before stay valid.
 
         Raises:
-            ConfigError: The file is faulty at the start.
+            ConfigError: The file is not valid at the start.
         """
         if self._file is None:
             yield
@@ -423,8 +424,8 @@ class Guard:
     def principal_of(self, request: web.BaseRequest) -> Principal:
         """Return the caller of `request`.
 
-        The token decides if there is one; otherwise the certificate of the connection; otherwise
-        the user at the other end of a Unix socket.
+        A token is checked first. Without a token, the connection's client certificate is checked,
+        and otherwise the user at the other end of a Unix socket.
 
         Raises:
             UnauthenticatedError: The caller is unknown.
@@ -440,7 +441,7 @@ class Guard:
         return _by_connection(request, keyring)
 
     def principal_of_token(self, token: str) -> Principal:
-        """Return the caller that owns `token`, for tokens that do not come in an HTTP request.
+        """Return the caller that owns `token`, for a token that was not sent in an HTTP request.
 
         Raises:
             UnauthenticatedError: The token is missing, unknown or expired.
@@ -454,7 +455,9 @@ class Guard:
         return self._keyring.by_token(token.encode(), now=time.time())
 
     def authorize(self, request: web.BaseRequest, needed: Access) -> None:
-        """Check the caller's access, and set `request[PRINCIPAL]` to the caller.
+        """Authenticate the caller and check its access level.
+
+        Set `request[PRINCIPAL]` to the caller.
 
         Args:
             request: The request.
@@ -462,7 +465,7 @@ class Guard:
 
         Raises:
             UnauthenticatedError: The caller is unknown.
-            ForbiddenError: The caller has less access.
+            ForbiddenError: The caller's access level is lower than `needed`.
         """
         if self._file is None or needed is Access.PUBLIC:
             request[PRINCIPAL] = ANYONE if self._file is None else NOBODY
@@ -478,7 +481,7 @@ class Guard:
 
 
 def _token_of(given: list[str]) -> bytes:
-    """Return the token in the request's Authorization header, as bytes: any byte may come."""
+    """Return the bearer token in the request's Authorization headers, as bytes."""
     if len(given) > 1:
         raise UnauthenticatedError(
             "the request has several Authorization headers: send one", was_given=True
@@ -514,7 +517,10 @@ def _by_connection(request: web.BaseRequest, keyring: Keyring) -> Principal:
 
 
 def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names in a client certificate, such as `DNS:prefill-1`; the common name is last."""
+    """Yield the names in a client certificate, such as `DNS:prefill-1`.
+
+    The common name comes last.
+    """
     for kind, name in certificate.get("subjectAltName", ()):
         yield f"{kind}:{name}"
     for parts in certificate.get("subject", ()):
@@ -524,7 +530,7 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _by_user(peer: socket.socket) -> Principal:
-    """Return the caller at the other end of a Unix socket: the node's own user is an admin."""
+    """Return an admin if the process at the other end of a Unix socket runs as the node's user."""
     _, uid, _ = credentials(peer)
     if uid == os.geteuid():
         return Principal(f"uid:{uid}", "", Access.ADMIN)

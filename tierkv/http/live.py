@@ -1,9 +1,9 @@
-"""The live page of a node or a gateway: its files, and the stream of figures that it shows.
+"""The live page of a node or a gateway: its files, and the stream of the metrics that it shows.
 
-    figures(), twice a second -> one ring of encoded samples -> every open page, at its own pace
+    figures(), twice a second -> one ring of encoded samples -> every open page
 
 The figures are values of /metrics. Samples are taken even while no page is open, so that a new page
-shows the last minutes. Other events (`news`) go to one caller only.
+shows the last minutes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ News = Callable[[], Iterable[tuple[str, bytes]]]
 
 
 def figures_of(metrics: Iterable[Metric], families: Collection[str]) -> dict[str, float]:
-    """Return the values of some metrics by name, labels included, as /metrics has them.
+    """Return the values of some metrics, by name with labels as in /metrics.
 
     Args:
         metrics: All metrics.
@@ -68,19 +68,20 @@ def _name(name: str, labels: tuple[tuple[str, str], ...]) -> str:
 
 
 class LiveFeed:
-    """The last samples of the figures, and their streams to open pages.
+    """The latest samples of the live page's figures, and the streams of samples to open pages.
 
-    Use it inside `running()`; `close` ends all streams.
+    Use it inside `running()`.
 
     Attributes:
-        figures: Returns the figures by name. If the names change, all samples are dropped.
-        refresh: Called while a page is open, for data that take longer to collect; returns the
-            seconds until its next call.
+        figures: Returns the figures by name. If the names change, the samples taken before are
+            dropped.
+        refresh: Called again and again while a page is open, for data that take longer to collect;
+            returns the seconds to wait before its next call.
         num_watching: Number of open streams.
 
     Args:
         every_s: Seconds between two samples.
-        most: Number of samples that are kept.
+        max_samples: Number of samples that are kept.
     """
 
     def __init__(self, *, every_s: float = EVERY_S, max_samples: int = MAX_SAMPLES) -> None:
@@ -109,12 +110,12 @@ class LiveFeed:
                 self.close()
 
     def close(self) -> None:
-        """End every stream, after sending the samples taken so far."""
+        """End every stream, after its page has received the samples taken so far."""
         self._is_closed = True
         self._wake()
 
     def sample(self) -> None:
-        """Take one more sample of the figures."""
+        """Take one sample of the figures now."""
         values = self.figures()
         if tuple(values) != self._names:
             self._begin_anew()
@@ -142,13 +143,14 @@ class LiveFeed:
         self._changed = asyncio.Event()
 
     async def stream(self, request: web.BaseRequest, news: News) -> web.StreamResponse:
-        """Stream the kept samples, later samples and `news` as server-sent events until `close`.
+        """Stream the kept samples, new samples and `news` as server-sent events, until `close`.
 
-        A slow page gets all samples since its last event at once, as far as they are kept.
+        A page that reads slowly receives several samples in one event, and misses those no longer
+        kept.
 
         Args:
             request: The request of the page.
-            news: Returns names and data of other events that this page has not received yet.
+            news: Returns name and data of each further event that this page has not received yet.
         """
         if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
             return event_stream(request)
@@ -203,25 +205,22 @@ _HEADERS = {
 
 @cache
 def _file(name: str) -> bytes | None:
-    """Return the bytes of a file of the page; None if the page has no such file.
-
-    Only files in the page's folder are read.
-    """
+    """Return the bytes of a file in the live page's folder; None if the folder has no such file."""
     listed = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _TYPES}
     return listed[name].read_bytes() if name in listed else None
 
 
 class PageRoutes:
-    """The files of the live page. They hold no data, so they are public."""
+    """The files of the live page. Access is public, because they contain no data of the node."""
 
     @Route("GET", "/", Access.PUBLIC, content_type="text/html")
     async def page(self, request: web.BaseRequest) -> web.Response:
-        """Return the live page."""
+        """Return the HTML of the live page."""
         return await self._answer(request, "index.html")
 
     @Route("GET", "/live/{file}", Access.PUBLIC, content_type="text/javascript")
     async def file(self, request: web.BaseRequest) -> web.Response:
-        """Return a file of the page."""
+        """Return a file that the live page uses."""
         return await self._answer(request, in_path(request, "file"))
 
     async def _answer(self, request: web.BaseRequest, name: str) -> web.Response:

@@ -1,7 +1,7 @@
 """Error answers, all in one form: RFC 9457 problem+json with a stable code.
 
-`ERRORS` has the status of each error that a handler raises; `PROBLEMS` has the failures that occur
-before a handler runs.
+`ERRORS` maps each error that a handler raises to its HTTP status. `PROBLEMS` lists the errors that
+occur before a handler runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class UnknownIdError(BadRequestError):
 
 
 class WrongStateError(BadRequestError):
-    """The node or object is in a state that does not allow this call: change the state first."""
+    """The state of the node, or of the call's object, does not allow this call: change it first."""
 
 
 class TooManyError(BadRequestError):
@@ -57,7 +57,7 @@ class NotReadyError(TierKVError):
 
 
 class AnswerError(TierKVError):
-    """An error with an HTTP status, a stable code and a title of its own, not a row in `ERRORS`."""
+    """An error whose class defines its HTTP status, stable code and title; `ERRORS` lacks it."""
 
     status: int
     code: str
@@ -85,7 +85,7 @@ class NoEngineError(BadRequestError):
 
 
 class WrongRoleError(BadRequestError):
-    """The node's role does not include the request: use a node with the named role."""
+    """The node's role does not allow the request: use a node with the role that the error names."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -97,9 +97,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         detail: What is wrong, with which value, and what to do.
         code: A stable name of the error, for programs.
         request_id: Id of the request, as in the log.
-        reason: A stable name of the reason of a failed hand-off.
-        tier: The tier that has no room.
-        needed, available: Numbers of blocks that the request needs, and that the tier has.
+        reason: A stable name of the reason why a hand-off failed; only for failed hand-offs.
+        tier: The tier that has too few blocks.
+        needed, available: Number of blocks that the request needs, and that the tier has.
     """
 
     title: str
@@ -168,12 +168,14 @@ def problem_of(
     *,
     what_is_here: str = "GET /openapi.json lists all routes",
 ) -> Problem:
-    """Return the body of the answer to `error`; the text of an unexpected error is left out.
+    """Return the body of the error answer to `request`.
+
+    The text of an unexpected error is left out; the log has it.
 
     Args:
         request: The request that failed.
-        error: The error that was raised.
-        what_is_here: End of the sentence about an unknown path: where to find the routes.
+        error: The error that its handler raised.
+        what_is_here: End of the sentence about an unknown path, which says where routes are listed.
     """
     row = status, code, title = _row(error)
     if row == INTERNAL:
@@ -214,7 +216,7 @@ def _row(error: Exception) -> tuple[int, str, str]:
 
 
 def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: str) -> str:
-    """Return a sentence for an error of aiohttp: what is wrong, and the remedy if one is known."""
+    """Return a sentence for an error of aiohttp: what is wrong, and if known what to do."""
     path = request.path[:200]
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return (
@@ -228,11 +230,11 @@ def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: 
 
 
 def log_if_unexpected(request: web.BaseRequest, error: Exception) -> None:
-    """Log an error that has no row in `ERRORS`, with its traceback: it is a bug.
+    """Log an error that has no row in `ERRORS`, which is a bug, with its traceback.
 
     Args:
         request: The request that failed.
-        error: The error that was raised.
+        error: The error that its handler raised.
     """
     if _row(error) == INTERNAL:
         path = request.path[:200]
@@ -240,10 +242,10 @@ def log_if_unexpected(request: web.BaseRequest, error: Exception) -> None:
 
 
 def problem_headers(error: Exception, found: Problem) -> dict[str, str]:
-    """Return the headers of an error answer: request id, Retry-After, Allow, WWW-Authenticate.
+    """Return the headers of an error answer: request id, Retry-After, Allow and WWW-Authenticate.
 
     Args:
-        error: The error that was raised.
+        error: The error that the handler raised.
         found: The body of the answer.
     """
     headers = {REQUEST_ID_HEADER: found.request_id}
@@ -262,7 +264,10 @@ def _allowed(error: web.HTTPMethodNotAllowed) -> str:
 
 
 def _challenge(error: Exception, found: Problem) -> str | None:
-    """Return the end of the WWW-Authenticate header by RFC 6750; None for no such header."""
+    """Return the error part of the WWW-Authenticate header, see RFC 6750.
+
+    The result is None if no such header is sent.
+    """
     if found.status == HTTPStatus.UNAUTHORIZED:
         is_new = isinstance(error, UnauthenticatedError) and not error.was_given
         return "" if is_new else ', error="invalid_token"'
@@ -274,11 +279,11 @@ def fail(
     error: Exception,
     make_problem: Callable[[web.BaseRequest, Exception], Problem] = problem_of,
 ) -> web.Response:
-    """Return the answer to `error`; an unexpected error is logged.
+    """Return the error answer to `request`, and log an unexpected error.
 
     Args:
         request: The request that failed.
-        error: The error that was raised.
+        error: The error that its handler raised.
         make_problem: Makes the body of the answer.
     """
     log_if_unexpected(request, error)
@@ -289,10 +294,10 @@ def fail(
 
 
 def problem_response(found: Problem, headers: Mapping[str, str]) -> web.Response:
-    """Return the response for a problem.
+    """Return the HTTP response with an error body.
 
     Args:
-        found: The body; its type may have more fields than `Problem`.
+        found: The body, a `Problem` or a type derived from it.
         headers: Further headers.
     """
     response = web.Response(
@@ -326,12 +331,12 @@ PROBLEMS = {
 
 
 def framing_problem(status: int, request_id: str) -> web.Response:
-    """Return the response to a request that is not HTTP as this server speaks it.
+    """Return the response to bytes that are not valid HTTP for this server.
 
-    The connection is closed after it.
+    It closes the connection.
 
     Args:
-        status: A status of `PROBLEMS`; any other becomes 500.
+        status: A status in `PROBLEMS`; any other becomes 500.
         request_id: Id for the answer and the log.
     """
     if status not in PROBLEMS:

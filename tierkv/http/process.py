@@ -1,4 +1,4 @@
-"""The life of a serving process: event loop health, log, signals, running calls, and reloads.
+"""The life of a serving process: event loop lag, log, signals, running calls, and shutdown.
 
 Certificates and the auth file are read again when they change.
 """
@@ -29,12 +29,12 @@ _TICKS = 1200  # one minute
 
 
 class Heartbeat:
-    """A measurement of the event loop's delay, 20 times a second while `running()`.
+    """A measurement of the event loop's lag, 20 times a second inside `running()`.
 
     Attributes:
-        on_beat: Called at each measurement with two numbers of seconds: the delay, and the part of
-            the delay in which the loop's thread used a core, at most. In the rest of the delay the
-            thread waited for a core or in a system call.
+        on_beat: Called at each measurement with the lag in seconds, and with the CPU seconds that
+            the loop's thread used of it at most. In the rest the thread waited for a CPU or a
+            system call.
     """
 
     def __init__(self, on_beat: Callable[[float, float], None] = lambda *_: None) -> None:
@@ -44,18 +44,18 @@ class Heartbeat:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Measure while the body runs."""
+        """Measure the lag while the body runs."""
         async with background({"tierkv-heartbeat": self._beat()}):
             yield
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since the last measurement; None before the first."""
+        """Seconds since the last measurement; None before the first measurement."""
         return None if self._last is None else asyncio.get_running_loop().time() - self._last
 
     @property
     def worst_lag_s(self) -> float:
-        """The longest delay in the last minute, in seconds."""
+        """The longest lag in the last minute, in seconds."""
         return max(self._late, default=0.0)
 
     async def _beat(self) -> None:
@@ -72,13 +72,10 @@ log = logging.getLogger(__name__)
 
 
 class CallUnderWay:
-    """A running call, from `async with` to its end, that a shutdown can cut off.
-
-    It replaces `asyncio.timeout`, which would cost each request 6 us for a timer that is not
-    needed.
+    """A context manager whose body is a running call that a shutdown can cut off.
 
     Args:
-        working: The set of running calls that this one belongs to.
+        working: The set that contains the call while the body runs.
     """
 
     __slots__ = ("_is_cut_off", "_num_cancels", "_task", "_working")
@@ -106,20 +103,23 @@ class CallUnderWay:
             raise self._working.cut_off() from error
 
     def cut_off(self) -> None:
-        """Cancel the call's task; the error of `Working.cut_off` is raised in its `async with`."""
+        """Cancel the call's task.
+
+        The `async with` then raises the error that `Working.cut_off` makes.
+        """
         if not self._is_cut_off:
             self._is_cut_off = True
             self._task.cancel()
 
 
 class Working:
-    """The running calls, which an orderly shutdown waits for.
+    """The set of running calls that a shutdown waits for.
 
     Attributes:
         calls: The calls that run now.
 
     Args:
-        cut_off: Makes the error that is raised in a call that is cut off.
+        cut_off: Makes the error that is raised in a call when a shutdown cuts it off.
     """
 
     def __init__(self, cut_off: Callable[[], TierKVError]) -> None:
@@ -134,7 +134,7 @@ class Working:
     def call(self) -> CallUnderWay:
         """Return a context manager that counts its body as a running call.
 
-        If the call is cut off, the context raises the error that `cut_off` makes.
+        If a shutdown cuts the call off, the context manager raises the error that `cut_off` makes.
         """
         return CallUnderWay(self)
 
@@ -142,12 +142,15 @@ class Working:
         self._changed.set()
 
     def hurry(self) -> None:
-        """Make `idle` cut off all running calls at once."""
+        """Let `idle`, now or when it is called, cut off all running calls at once."""
         self._is_hurried = True
         self.changed()
 
     async def idle(self, *, grace_s: float) -> None:
-        """Wait until no call runs; cut calls off after `grace_s` seconds, or after `hurry`."""
+        """Return once no call runs.
+
+        Calls are cut off after `grace_s` seconds, or when `hurry` is called.
+        """
         try:
             async with asyncio.timeout(grace_s):
                 while self.calls and not self._is_hurried:
@@ -164,9 +167,9 @@ class Working:
 
 @contextmanager
 def stop_signal(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
-    """Provide an event that the first SIGTERM or SIGINT sets; a second signal calls `hurry`.
+    """Provide an event that the first SIGTERM or SIGINT sets; a second one calls `hurry`.
 
-    SIGHUP, by which operators ask for certificates to be read again, does not end the process.
+    SIGHUP does not end the process.
 
     Args:
         hurry: Cuts off running requests.
@@ -194,7 +197,7 @@ def stop_signal(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
 
 
 class Served(Protocol):
-    """A node or a gateway, as `serve` runs it."""
+    """The interface of a node or a gateway that `serve` uses."""
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
     def drain(self) -> None: ...
@@ -212,20 +215,19 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
     on_closing: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
-    """Run a node or a gateway at an address until `stop` is set, then drain and close it.
+    """Run a node or a gateway until `stop` is set, then shut it down.
 
-    While it drains, it reports not ready and refuses new requests. Running requests may end within
-    the grace time, and are cut off after it; `served.hurry` cuts them off at once. The address
-    answers until the end, so that probes get an answer.
+    During the shutdown it reports not ready and refuses new requests. Running requests are cut off
+    after the grace time. Probes are answered until the end.
 
     Args:
         served: The node or gateway.
-        name: The name in the log.
-        listening: Opens the address while it is entered, and yields its URL.
-        announce: Called with the URL once it answers there.
-        grace_s: Seconds for which running requests may go on.
-        on_closing: Called when no request runs or the grace time is over; possibly twice.
-        stop: The event that a signal sets; see `stop_signal`.
+        name: Its name in the log.
+        listening: Context manager that answers requests while it is entered, and yields the URL.
+        announce: Called with the URL once requests are answered there.
+        grace_s: Seconds for which running requests may continue.
+        on_closing: Called when no request runs or the grace time is over; may be called twice.
+        stop: The event of `stop_signal`.
     """
     await start_threads()
     async with listening as url, served.running():
@@ -246,14 +248,12 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
 
 
 class LastResort:
-    """A watchdog thread that ends the process `limit_s` seconds after `start`.
+    """A watchdog thread that kills the process `limit_s` seconds after `start`, even if it hangs.
 
-    The process ends even if its loop and its threads hang, since the supervisor that stops it
-    relies on the limit. No stored value is damaged by that: values are complete or invisible at any
-    moment.
+    This damages no stored value, because a value is visible only when it is complete.
 
     Attributes:
-        why: Returns the reason, for the log.
+        why: Returns the reason for the log.
 
     Args:
         limit_s: Seconds from `start` to the end of the process.
@@ -266,11 +266,11 @@ class LastResort:
         start_thread(self._watch, "tierkv-last-resort")
 
     def start(self) -> None:
-        """Start the time limit; a second call does nothing."""
+        """Start the time limit, unless it was started before."""
         self._is_started.set()
 
     def cancel(self) -> None:
-        """Stop the time limit, so that the process is not ended."""
+        """End the time limit; the process is then not killed."""
         self._is_over.set()
         self._is_started.set()
 
@@ -288,16 +288,16 @@ _Seen = tuple[tuple[int, int, int] | None, ...]
 async def watching(
     files: Sequence[Path], reload: Callable[[], Awaitable[None]], *, every_s: float
 ) -> AsyncIterator[None]:
-    """Call `reload` before the body, and again whenever one of `files` has changed.
+    """Call `reload` before the body, and again after each change of one of `files` in the body.
 
     Args:
         files: The files to watch.
         reload: Reads the files.
-        every_s: Seconds between two looks at the files.
+        every_s: Seconds between two checks for changes.
 
     Raises:
-        ConfigError: The first `reload` has failed. An error of a later one is logged, and `reload`
-            is called again after the next change.
+        ConfigError: The first `reload` raised it. Later errors are logged, and `reload` is called
+            again after the next change.
     """
     seen = await aside(_identities, files)  # first, or a change while reading would be missed
     await reload()
@@ -325,7 +325,10 @@ def _identities(files: Sequence[Path]) -> _Seen:
 
 
 def _identity(file: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes when the file is written or replaced; None without a file."""
+    """Return a value that changes when the file is written or replaced.
+
+    The result is None if there is no file.
+    """
     try:
         found = file.stat()
     except OSError:
@@ -334,7 +337,7 @@ def _identity(file: Path) -> tuple[int, int, int] | None:
 
 
 def log_to_stderr(level: str) -> None:
-    """Write log lines of `level` and above to stderr."""
+    """Configure logging so that lines of `level` and above go to stderr."""
     logging.basicConfig(
         stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

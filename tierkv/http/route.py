@@ -39,21 +39,21 @@ async def _unbound(_: web.BaseRequest) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A row of the route table, and the decorator that puts the row on a method.
+    """One HTTP route, and the decorator that declares it on a handler method.
 
-    `routes_of` returns the rows of an object's methods. A method returns a value to encode, or a
-    complete response.
+    The decorated method returns a value to encode or a complete response. `routes_of` returns the
+    routes of an object with such methods.
 
     Attributes:
         method: The HTTP method.
-        path: The path; {name} is one segment of it, {name:.+} all the rest.
+        path: The path; {name} stands for one segment of it, {name:.+} for all the rest.
         access: The access level that callers need.
-        body, answer: msgspec types of body and answer; None without one.
-        status: HTTP status of a good answer.
+        body, answer: msgspec types of the request's body and of the answer; None if there is none.
+        status: HTTP status of a successful answer.
         query: Names of query parameters with their types.
         is_stream: True if the answer may also be text/event-stream.
-        is_body_optional: True to read a missing body as {}.
-        content_type: Content type of an answer that is neither JSON nor msgpack.
+        is_body_optional: True if a missing body is read as {}.
+        content_type: Content type of an answer that is neither JSON nor msgpack; None otherwise.
         name: Names of the class and of the method, for OpenAPI.
         summary: The first paragraph of the method's docstring, for OpenAPI.
         handler: The bound method.
@@ -80,7 +80,7 @@ class Route:
 
 
 def routes_of(owner: object) -> list[Route]:
-    """Return the rows of an object's methods, in the order in which its class has them."""
+    """Return the routes that an object's methods declare, in the order of its class."""
     kind = type(owner)
     return [
         replace(
@@ -95,27 +95,24 @@ def routes_of(owner: object) -> list[Route]:
 
 
 def in_path(request: web.BaseRequest, name: str) -> str:
-    """Return the part of the request's path that {name} stands for.
+    """Return the part of the request's path that stands for {name} in the route's path.
 
     Args:
-        request: A request that the router has matched.
-        name: The name in the path of the route.
+        request: A request that the router has matched to a route.
+        name: The name in the route's path.
     """
     return request[_IN_PATH][name]
 
 
 class HttpRouter:
-    """A router that answers requests from a route table.
-
-    For each request the router authenticates the caller, calls the row's handler, and turns an
-    error of the handler into an answer.
+    """A router: authenticates the caller, calls the route's handler, and answers its errors.
 
     Args:
         table: The routes.
         guard: Authenticator of callers, which must be running.
-        fail: Makes the answer to an error.
-        count: Called with the path, as in the table, and the status of each answer.
-        id_chars: Number of characters after which the id in a request's header is cut.
+        fail: Makes the error answer.
+        count: Called with each answer's path, as in the table, and status.
+        id_chars: Largest length of a request id from a header; a longer id is cut.
     """
 
     def __init__(
@@ -175,10 +172,10 @@ class HttpRouter:
         return response
 
     def _admit(self, request: web.BaseRequest, place: _Path | None) -> Route:
-        """Return the row for the request, if there is one and the caller may use it.
+        """Return the route for the request, after checking that the caller may use it.
 
-        An error for an unknown path is raised only for callers with READ access, so that strangers
-        cannot find out the routes.
+        An unknown path is reported only to callers with READ access, so that strangers cannot find
+        out the routes.
         """
         if request.version not in _SPOKEN:
             raise web.HTTPVersionNotSupported
@@ -207,7 +204,7 @@ class HttpRouter:
 
 
 class _Path:
-    """One path of the route table, with the row of each HTTP method."""
+    """One path of the route table, its regular expression, and the route of each HTTP method."""
 
     def __init__(self, path: str, number: int) -> None:
         self.path = path
@@ -222,7 +219,7 @@ class _Path:
 
 
 async def _expected(request: web.BaseRequest) -> None:
-    """Answer `Expect: 100-continue`, after which the client sends its body."""
+    """Answer `Expect: 100-continue`; the client sends its body after that."""
     if request.headers["Expect"].lower() != "100-continue":
         raise web.HTTPExpectationFailed
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -253,7 +250,7 @@ _OF_BODIES = (
 
 
 def document(table: Sequence[Route]) -> Json:
-    """Return the OpenAPI document of a route table."""
+    """Return the OpenAPI document that describes the routes of `table`."""
     types = {kind for row in table for kind in (row.body, row.answer) if kind is not None}
     ordered = sorted(types, key=lambda kind: kind.__name__)
     refs, schemas = msgspec.json.schema_components([*ordered, Problem], ref_template=_REFS)
@@ -366,7 +363,7 @@ def _fields(kind: type | None) -> tuple[str, ...]:
 
 
 def _exact(schemas: dict[str, Json]) -> dict[str, Json]:
-    """Add the pattern of base64 to all fields of bytes, as the decoder accepts no other text."""
+    """Add a base64 pattern to all fields of bytes, because the decoder accepts no other text."""
     for schema in schemas.values():
         _mark_base64(schema)
     return schemas

@@ -1,8 +1,8 @@
-"""Listening sockets, TLS, and HTTP/1.1 and 1.0 with limits for each connection.
+"""Listening sockets, TLS, and an HTTP/1.1 and 1.0 server with limits for each connection.
 
-aiohttp speaks HTTP. `_Http` adds to its protocol the limits that aiohttp has no setting for: one
-for the time of a request's head, and one for a client that reads nothing. What is not valid HTTP
-gets an answer as problem+json.
+aiohttp implements HTTP. `_Http` adds limits that aiohttp lacks: on the time in which the headers of
+a request must arrive, and on the time in which a client reads nothing. Bytes that are not valid
+HTTP get an answer as problem+json.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WHY_NOT = {
 
 
 def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socket:
-    """Return a socket that listens on the address of `settings`.
+    """Return a socket that listens on the address in `settings`.
 
     Args:
         settings: The address.
@@ -89,8 +89,8 @@ def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socke
 def unix_listener(path: Path) -> Iterator[socket.socket]:
     """Listen at `path`, for its owner only, while the body runs; remove the path at the end.
 
-    A socket that a dead process has left there is replaced. Must be entered before threads start,
-    because it changes the process's umask for a moment.
+    A socket that a dead process left there is replaced. Enter this context before any thread
+    starts, because it changes the process's umask for a moment.
 
     Raises:
         ConfigError: The path cannot be used.
@@ -160,10 +160,10 @@ def url_of(listener: socket.socket, *, has_tls: bool = False) -> str:
 
 
 def make_room_for(connections: int) -> None:
-    """Raise this process's limit of open files, as far as the system allows.
+    """Raise this process's limit of open files, as far as the system allows it.
 
     Args:
-        connections: Number of connections to have room for.
+        connections: Number of connections that shall be possible at once.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
@@ -178,13 +178,13 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | None]:
-    """Provide the TLS context of a server to the body; None without a certificate.
+    """Provide a server's TLS context to the body; None if `settings` has no certificate.
 
     While the body runs, changed files are read again and used for new connections. If they cannot
-    be used, that is logged, and the files read before stay in use.
+    be used, the error is logged, and the files read before stay in use.
 
     Args:
-        settings: Paths of the certificate, its key and the clients' authorities.
+        settings: Paths of the certificate, its key, and the authorities of client certificates.
 
     Raises:
         ConfigError: A file cannot be used at the start.
@@ -214,7 +214,7 @@ async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | Non
 
 
 def _tls_context(settings: TlsSection) -> ssl.SSLContext:
-    """Return a TLS context for servers, still without certificates."""
+    """Return a TLS context for servers, without certificates."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -224,7 +224,7 @@ def _tls_context(settings: TlsSection) -> ssl.SSLContext:
 
 
 def _load_certificates(context: ssl.SSLContext, settings: TlsSection) -> None:
-    """Load the certificates that the files hold now into `context`."""
+    """Read the certificate files, and load them into `context`."""
     try:
         # The empty password keeps OpenSSL from asking the terminal for that of an encrypted key.
         context.load_cert_chain(settings.cert, settings.key or None, password="")
@@ -261,17 +261,17 @@ async def serving(
     section: ListenSection,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[None]:
-    """Answer on `listeners` with `handle` while the body runs.
+    """Answer requests on `listeners` with `handle` while the body runs.
 
-    After the body, running answers have 2 s to end.
+    After the body, answers that are being sent have 2 s to end.
 
     Args:
-        handle: Coroutine that returns the answer to each request, also after an error. It raises
+        handle: Coroutine that returns the answer to a request, an error answer included. It raises
             ConnectionError if the client has disconnected, and is cancelled when the client
             disconnects.
-        listeners: Sockets that listen.
+        listeners: Listening sockets.
         section: Limits of connections and requests.
-        tls: Context of TCP connections; None speaks plain HTTP.
+        tls: Context of TCP connections; None for plain HTTP.
     """
     loop = asyncio.get_running_loop()
 
@@ -322,17 +322,17 @@ async def answering(
     listeners: Sequence[socket.socket],
     router_of: Callable[[Guard], HttpRouter],
 ) -> AsyncIterator[str]:
-    """Answer on `listeners` while the body runs; provide the URL of the first listener.
+    """Answer requests on `listeners` while the body runs; provide the URL of the first listener.
 
     Args:
         section: Limits of connections and requests.
-        auth: The auth file.
-        tls: The certificates.
-        listeners: Sockets that listen.
-        router_of: Makes the router, from the authenticator of callers.
+        auth: Path of the auth file.
+        tls: Paths of the certificates.
+        listeners: Listening sockets.
+        router_of: Makes the router, given the authenticator of callers.
 
     Raises:
-        ConfigError: The auth file or the certificate cannot be used.
+        ConfigError: The auth file or a certificate cannot be used.
     """
     guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
     async with (
@@ -344,7 +344,7 @@ async def answering(
 
 
 class _Shared:
-    """The server, its limits, and the counts that all its connections share."""
+    """The aiohttp server, the limits, and the counts that all connections share."""
 
     def __init__(self, http: web.Server, limits: ListenSection) -> None:
         self.http = http
@@ -353,7 +353,7 @@ class _Shared:
 
 
 class _Http(web.RequestHandler):
-    """aiohttp's protocol of one connection, with time limits for a head and for reading an answer.
+    """aiohttp's protocol of one connection, with the time limits that aiohttp lacks.
 
     Bytes that are not valid HTTP get an answer as problem+json, and one line in the log.
     """
@@ -408,7 +408,7 @@ class _Http(web.RequestHandler):
         super().data_received(data)
 
     def head_has_come(self, body: StreamReader) -> None:
-        """End the time limit of a request's head: bytes from now on belong to its body."""
+        """End the time limit for the request's headers: its body arrives from now on."""
         self._body, self._is_answered = body, False
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -417,10 +417,7 @@ class _Http(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """See `RequestHandler.finish_response` of aiohttp.
-
-        Also records that the request was answered.
-        """
+        """Send the response as aiohttp does, and record that the request was answered."""
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
@@ -466,7 +463,7 @@ class _Http(web.RequestHandler):
         return framing_problem(status, request_id)
 
     def log_exception(self, *args: object, **kw: object) -> None:
-        """Log an error: with one line if the client caused it, otherwise with its traceback."""
+        """Log an error: one line if the client caused it, otherwise with its traceback."""
         error = kw.get("exc_info")
         if isinstance(error, (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
             log.info("a connection ended within a malformed body: %s", type(error).__name__)
