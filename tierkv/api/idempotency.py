@@ -1,4 +1,4 @@
-"""Results of calls by key, so that a repeated call gets the first call's answer."""
+"""Results of calls by request id, so that a repeated call gets the first call's result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ Key = tuple[str, str]  # tenant, id
 
 
 def content_of(body: PromptBody, tokens: bytes) -> bytes:
-    """Return a digest of a call's content, by which a repeated call is recognised.
+    """Return a digest of a call's body, by which a repeated call is recognised.
 
-    The id, and the form in which the tokens are given, do not count.
+    The digest is independent of the request id, and of whether the prompt is given as text or
+    tokens.
 
     Args:
-        body: The body of a call.
+        body: The body of the call.
         tokens: The prompt of the body, packed as int32.
     """
     rest = msgspec.structs.replace(body, prompt=None, tokens=None, request_id=None)
@@ -37,7 +38,7 @@ def content_of(body: PromptBody, tokens: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    """The result of one key, or the call that is making it."""
+    """The result of one key, or the call that is still computing the result."""
 
     content: bytes
     outcome: asyncio.Future[T]
@@ -49,21 +50,21 @@ class OnceCall(Generic[T]):
     """One call of `Once.call`, as its body sees it.
 
     Attributes:
-        made: The result. Set already if an earlier call made it; otherwise None, and the body must
-            do the work and set it.
+        made: The result, if an earlier call has computed it. Otherwise None: the body must compute
+            the result and set it here.
     """
 
     made: T | None = None
 
 
 class Once(Generic[T]):
-    """Results by key: calls with the same key do the work once, and get one result.
+    """Results by key: several calls with the same key compute once and get the same result.
 
-    A result is kept until `release`, and for a while after it. An error is not kept: the next call
-    does the work again.
+    A result is kept until `release` is called for its key, and `ttl_s` longer. If a call fails, no
+    result is kept, and the next call with the key computes again.
 
     Args:
-        max_answers: Number of released results that are kept; the oldest are forgotten first.
+        max_answers: Number of released results that are kept; beyond it, the oldest are forgotten.
         ttl_s: Seconds for which a released result is kept.
         now: A monotonic clock, in seconds.
     """
@@ -82,20 +83,21 @@ class Once(Generic[T]):
     async def call(
         self, key: Hashable, content: bytes, *, stays_open: bool = True
     ) -> AsyncIterator[OnceCall[T]]:
-        """Open a call for `key`; the body does the work unless an earlier call has done it.
+        """Open a call for `key`, with one result for all calls with this key.
 
-        Concurrent calls with one key wait for the first. If the first is cancelled, one of the
-        waiting calls does the work instead.
+        The body must compute the result, unless an earlier call has done so. While an earlier call
+        runs, this call waits for it. If the earlier one is cancelled, one of the waiting calls
+        computes the result instead.
 
         Args:
             key: The key of the result.
             content: A digest of the call's content, which must be the same in all calls with this
                 key.
-            stays_open: True to keep the result until `release`; False to release it when the body
-                ends.
+            stays_open: True to keep the result until `release` is called; False to release it when
+                the body ends.
 
         Yields:
-            The call; `made` is the result of an earlier call, or None.
+            The call. Its `made` is the result of an earlier call, or None if the body must set it.
 
         Raises:
             DuplicateRequestError: The key was used for other content.
@@ -133,7 +135,7 @@ class Once(Generic[T]):
             self.release(key)
 
     def release(self, key: Hashable) -> None:
-        """Forget the result of `key` in `ttl_s` seconds, or earlier if there are too many."""
+        """Forget the result of `key` after `ttl_s` seconds, or earlier if too many are kept."""
         entry = self._open.pop(key, None)
         if entry is None:
             return
@@ -142,7 +144,7 @@ class Once(Generic[T]):
         self._expire()
 
     def find(self, key: Hashable) -> T | None:
-        """Return the result of `key`; None if there is none, or not yet."""
+        """Return the result of `key`; None if there is none or a call still computes it."""
         known = self._find(key)
         if known is None or not known.outcome.done() or known.outcome.cancelled():
             return None

@@ -1,4 +1,4 @@
-"""The metrics of a node: counts that are read at each scrape, and counts of HTTP answers."""
+"""The metrics of a node, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from tierkv.transfer.tier import StoreState
 def gauge(
     name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]
 ) -> Metric:
-    """Return a gauge.
+    """Return a metric of type gauge.
 
     Args:
         name: Name of the metric.
         text: Its help text.
         labels: Names of its labels.
-        values: The value for each combination of labels, given as their values in order.
+        values: By label values, in the order of `labels`, the value of the metric.
     """
     family = GaugeMetricFamily(name, text, labels=labels)
     for combination, value in values.items():
@@ -59,13 +59,13 @@ def gauge(
 def counter(
     name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]
 ) -> Metric:
-    """Return a counter.
+    """Return a metric of type counter.
 
     Args:
         name: Name of the metric, without `_total`.
         text: Its help text.
         labels: Names of its labels.
-        values: The value for each combination of labels, given as their values in order.
+        values: By label values, in the order of `labels`, the value of the metric.
     """
     family = CounterMetricFamily(name, text, labels=labels)
     for combination, value in values.items():
@@ -74,7 +74,7 @@ def counter(
 
 
 def total(name: str, text: str, value: float) -> Metric:
-    """Return a counter without labels.
+    """Return a metric of type counter without labels.
 
     Args:
         name: Name of the metric, without `_total`.
@@ -128,14 +128,14 @@ class _TaskFailures(Collector):
 class Exposition:
     """All metrics of one process, in the text format of Prometheus.
 
-    These are the metrics of `collector`, those in `registry`, the failures of background tasks, and
-    the memory, CPU time and open files of the process (`process_*`, `python_*`).
+    These are the metrics of `collector`, those in `registry`, the number of failed background
+    tasks, and the memory, CPU time and open files of the process (`process_*`, `python_*`).
 
     Attributes:
         registry: Registry for further metrics.
 
     Args:
-        collector: The process's own counts, read at each scrape.
+        collector: Collects metrics of the process's own state at each scrape.
     """
 
     def __init__(self, collector: Collector) -> None:
@@ -148,7 +148,11 @@ class Exposition:
         GCCollector(registry=self.registry)
 
     async def render(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics in the text format that `accept` asks for, and its content type."""
+        """Return the metrics and their content type.
+
+        Args:
+            accept: The request's Accept header, which chooses between the formats of Prometheus.
+        """
         await self._use.read()
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
@@ -158,7 +162,7 @@ _ESTIMATED_TOKENS = 1024
 
 
 class NodeCollector(Collector):
-    """A collector that reads the node's own counts at each scrape."""
+    """A collector that reads the node's state at each scrape."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -182,7 +186,7 @@ class NodeCollector(Collector):
         yield from stores(node.service.storage_state())
 
     def shown(self) -> Iterator[Metric]:
-        """Yield the metrics that the live page shows, which are read twice a second."""
+        """Yield the metrics that the live page shows; called twice a second."""
         node = self._node
         stats = node.service.stats()
         yield from _tiers(stats, node.service.fingerprint.layout.block_bytes)
@@ -374,7 +378,7 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
 
 
 def _estimates(node: Node) -> Iterator[Metric]:
-    """Yield the estimated times by which requests choose to fetch or compute, and the choices."""
+    """Yield the estimated times by which requests choose to fetch or compute, and their choices."""
     estimator = node.service.estimator
     num_bytes = _ESTIMATED_TOKENS * estimator.bytes_per_token
     yield gauge(
@@ -422,7 +426,7 @@ def _engine(node: Node) -> Iterator[Metric]:
 
 
 def storage(stats: Stats) -> Iterator[Metric]:
-    """Yield the counts of bytes moved between tiers, and of failures and damage in storage."""
+    """Yield the bytes moved between tiers, and storage's failed accesses and damaged values."""
     counts = stats.storage or StorageStats()
     yield counter(
         "tierkv_transfer_bytes",
@@ -449,9 +453,9 @@ def storage(stats: Stats) -> Iterator[Metric]:
 
 
 def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
-    """Yield the state of each store, labelled with the tenant that owns the store.
+    """Yield the state of each store.
 
-    The label "" is the store that all other tenants share.
+    The label names the tenant that owns the store; it is "" for the store of all other tenants.
     """
     by_tenant = {state.tenant: state for state in states}
     yield gauge(
@@ -521,7 +525,7 @@ class Metrics:
     """The metrics of a node. Every combination of labels is present from the start, at 0.
 
     Attributes:
-        exposition: All metrics of the process.
+        exposition: All metrics of the process, as /metrics returns them.
 
     Args:
         node: The node.
@@ -583,33 +587,33 @@ class Metrics:
                 self._handoff.labels(side, reason)
 
     def know_routes(self, routes: Iterable[str]) -> None:
-        """Add counts of answers at 0 for these routes."""
+        """Add a count of answers for each of these routes, starting at 0."""
         for route in routes:
             for status in _STATUS_CLASSES:
                 self._answers[route, status] = self._http.labels(route, f"{status}xx")
 
     def count_answer(self, route: str, status: int) -> None:
-        """Count an answer.
+        """Count one HTTP answer.
 
         Args:
-            route: The path in the route table, given to `know_routes` before.
+            route: The route's path, which was given to `know_routes` before.
             status: The HTTP status of the answer.
         """
         self._answers[route, status // 100].inc()
 
     def observe(self, operation: str, generation: Generation) -> None:
-        """Record the times to first token and to admission of one request.
+        """Record the queue time and the time to first token of one request.
 
         Args:
             operation: One of `OPERATIONS`.
-            generation: The outcome of the request, with its times in seconds.
+            generation: The engine's result for the request, with its times in seconds.
         """
         self._first_token.labels(operation).observe(generation.first_token_s)
         self._queue.labels(operation).observe(generation.queue_s)
 
     @contextmanager
     def handing(self, side: str) -> Iterator[None]:
-        """Count the reason of a failed hand-off (a publish or a claim) that the body does.
+        """If the hand-off in the body (a publish or a claim) fails, count its reason.
 
         Args:
             side: "publish" or "claim".

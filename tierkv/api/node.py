@@ -1,8 +1,4 @@
-"""A node (device, store, cache service and engine), and the base class of its HTTP routes.
-
-The node opens its parts in order and closes them in reverse. The base class reads request bodies,
-and turns the ids that callers give into names that keep tenants apart.
-"""
+"""A node (device, store, cache service and engine), and the base class of its HTTP routes."""
 
 from __future__ import annotations
 
@@ -52,7 +48,7 @@ _ANSWERS_TTL_S = 300.0
 
 
 class Node:
-    """All parts of a node behind the HTTP interface.
+    """All parts of a node behind its HTTP routes.
 
     Use it inside `running()`, from one event loop.
 
@@ -60,8 +56,8 @@ class Node:
         settings: The settings of all parts.
         device: A device for tests; None for the one that the settings name.
         store: A store for tests; None for the one that the settings name.
-        environ: The environment variables, for the default place of the store.
-        external: Engines in other processes, instead of an engine of this node.
+        environ: The environment variables, from which the store's default folder is derived.
+        external: Engines in other processes, if the node has no engine of its own; otherwise None.
     """
 
     def __init__(
@@ -119,7 +115,7 @@ class Node:
 
     @property
     def has_engine(self) -> bool:
-        """True if the node has an engine of its own, which computes."""
+        """True if the node has an engine of its own, False if other processes compute."""
         return self._engine is not None
 
     @property
@@ -127,7 +123,7 @@ class Node:
         """The node's own engine.
 
         Raises:
-            NoEngineError: The node has no engine: engines in other processes compute.
+            NoEngineError: Engines in other processes compute.
         """
         if self._engine is None:
             raise _no_engine()
@@ -135,10 +131,10 @@ class Node:
 
     @property
     def spec(self) -> EngineSpec:
-        """The description of the node's own engine: identity, layout and tokenizer.
+        """The description of the node's own engine: model identity, layout and tokenizer.
 
         Raises:
-            NoEngineError: The node has no engine: engines in other processes compute.
+            NoEngineError: Engines in other processes compute.
         """
         if self._spec is None:
             raise _no_engine()
@@ -151,10 +147,10 @@ class Node:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open all parts of the node, and close them after the body.
+        """Open all parts of the node, and close them in reverse order after the body.
 
-        At the close, running requests are cut off, publishes and copies are waited for, and blocks
-        and leases (references to blocks) are recounted.
+        Closing cuts off running requests, waits for publishes and copies, and checks that no block
+        or lease was lost.
 
         Raises:
             StoreUnavailableError: The store does not answer.
@@ -179,9 +175,9 @@ class Node:
             self.device.close()
 
     async def verify(self) -> list[str]:
-        """Recount blocks and leases, also those of attached engines.
+        """Check the bookkeeping of blocks and leases; return a sentence for each fault found.
 
-        Return a sentence for each fault.
+        Engines in other processes that are attached to the node are checked, too.
         """
         return self.service.verify() if self._external is None else await self._external.verify()
 
@@ -197,9 +193,7 @@ class Node:
     def prompt(
         self, tokens: bytes, tenant: str, media: Sequence[MediaItem] = (), adapter: str = ""
     ) -> Prompt:
-        """Return the prompt of packed tokens, in the space of a tenant and adapter.
-
-        Blocks are shared only within a space.
+        """Return the prompt with these tokens, for the part of the cache of a tenant and adapter.
 
         Args:
             tokens: Tokens, packed as int32.
@@ -214,18 +208,20 @@ class Node:
         return Prompt.of(tokens, self.settings.cache.block_size, media, space=space)
 
     def request_name(self, request_id: str, tenant: str) -> str:
-        """Return the scheduler's name of a request; see `tierkv.http.callers.request_name`.
+        """Return the scheduler's name for a request, made of the tenant's space and the id.
+
+        Two tenants may use the same id.
 
         Args:
             request_id: The id that the caller gave.
-            tenant: The caller's tenant.
+            tenant: The caller's tenant; "" is the node's own.
         """
         return request_name(self.space(tenant), request_id)
 
     def space(self, tenant: str, adapter: str = "") -> str:
         """Return the name of the space of a tenant and adapter; "" is the node's own space.
 
-        A space is the part of the cache whose blocks are shared. Two spaces share no block.
+        A space is a part of the cache that shares no block with other spaces.
 
         Args:
             tenant: The tenant; "" is the node's own.
@@ -250,12 +246,14 @@ class Node:
         return len(self._working)
 
     def work(self) -> CallUnderWay:
-        """Count the body of an `async with` as a running request, which a shutdown waits for.
+        """Return a context manager that counts its body as a running request.
+
+        A shutdown waits for it.
 
         Raises:
             NotReadyError: The node is still starting.
-            ShuttingDownError: The node drains. In the body: the grace time for running requests is
-                over.
+            ShuttingDownError: The node is shutting down. Also raised in the body when a shutdown
+                cuts it off.
         """
         self.check_started()
         if self.is_draining:
@@ -263,9 +261,9 @@ class Node:
         return self._working.call()
 
     def call(self) -> CallUnderWay:
-        """Count the body as a running request, as `work` does, but also while the node drains.
+        """Return a context manager as `work` does, but also while the node is shutting down.
 
-        For calls about requests that run already.
+        This is for calls that concern requests which run already.
 
         Raises:
             NotReadyError: The node is still starting.
@@ -285,7 +283,7 @@ class Node:
     async def idle(self, *, grace_s: float) -> None:
         """Wait until no request runs.
 
-        Requests are cut off after `grace_s` seconds, or by `hurry`.
+        Requests are cut off after `grace_s` seconds, or when `hurry` is called.
         """
         await self._working.idle(grace_s=grace_s)
 
@@ -337,14 +335,14 @@ IDEMPOTENCY_HEADER = "Idempotency-Key"
 
 
 def principal_of(request: web.BaseRequest) -> Principal:
-    """Return the caller of `request`."""
+    """Return the authenticated caller of `request`."""
     return request[PRINCIPAL]
 
 
 async def explained(node: Node, caller: Principal, prompt: Prompt) -> Explanation:
     """Explain which blocks of a prompt are cached, and why others are not.
 
-    Callers below admin do not learn that another tenant has the prompt.
+    The explanation names other tenants that have the prompt only if the caller is an admin.
 
     Args:
         node: The node.
@@ -366,7 +364,7 @@ class Routes:
 
     Args:
         node: The node.
-        metrics: The node's counts of answers and times.
+        metrics: The node's metrics, in which answers and times are recorded.
     """
 
     def __init__(self, node: Node, metrics: Metrics) -> None:
@@ -375,7 +373,7 @@ class Routes:
         self._max_tokens = node.settings.node.max_prompt_tokens
 
     async def _read_prompt(self, request: web.BaseRequest, kind: type[P]) -> P:
-        """Decode the body of the request; a long list of tokens is packed off the event loop."""
+        """Decode the request's body; a long list of tokens is packed in a thread."""
         return await self._node.bodies.read(request, kind, self._pack)
 
     def _pack(self, body: P) -> P:
@@ -392,19 +390,16 @@ class Routes:
         return bodies.name_request(request, given)
 
     def _key(self, request: web.BaseRequest) -> Key:
-        """Return the key of the id in the path: the caller's tenant and the id."""
+        """Return the caller's tenant and the id in the path."""
         return principal_of(request).tenant, bodies.check_id(in_path(request, "id"), "the id")
 
     def _ticket_name(self, request: web.BaseRequest, ticket_id: str) -> str:
-        """Return the name under which the caller's ticket `ticket_id` is stored.
-
-        The name contains the tenant, since two tenants may use the same id.
-        """
+        """Return the name under which the caller's ticket is stored: the tenant and `ticket_id`."""
         tenant = principal_of(request).tenant
         return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)
 
     def _prompt(self, request: web.BaseRequest, body: PromptBody) -> Prompt:
-        """Return the prompt of `body`, in the space of the caller's tenant and adapter."""
+        """Return the prompt of `body`, in the space of the caller's tenant and the adapter."""
         tokens = body.packed(self._node.tokenizer, self._max_tokens)
         tenant = principal_of(request).tenant
         return self._node.prompt(tokens, tenant, body.media_items(), body.adapter)

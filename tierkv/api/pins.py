@@ -1,4 +1,4 @@
-"""Pins that callers have set by name: blocks kept from eviction, and until when."""
+"""Pins by tenant and id. A pin keeps the cached blocks of a prompt from eviction for a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pin:
 
     Attributes:
         pin_id: Id of the pin within its tenant.
-        num_blocks: Number of leading whole blocks of the prompt that the pin keeps.
+        num_blocks: Number of the prompt's leading blocks that are pinned; all are full blocks.
         prompt_tokens: Number of tokens of the prompt.
         is_soft: True if the blocks may be evicted after all blocks without a pin.
         ends_at: End of the pin, in seconds of the clock of `PinBook`.
@@ -34,15 +34,15 @@ class Pin:
 
 
 class PinBook:
-    """The pins of callers, by tenant and id.
+    """The pins of all callers, by tenant and id.
 
     Args:
         service: The service whose blocks are pinned.
         now: A monotonic clock, in seconds.
 
     Attributes:
-        num_kept_turns: Number of turns of sessions that were kept.
-        num_other_turns: Number of turns of sessions that were not kept.
+        num_kept_turns: Number of session turns whose blocks were pinned.
+        num_other_turns: Number of session turns whose blocks were not pinned.
     """
 
     def __init__(self, service: Service, now: Callable[[], float]) -> None:
@@ -55,7 +55,7 @@ class PinBook:
         self.num_other_turns = 0
 
     def put(self, key: Key, prompt: Prompt, ttl_s: float, *, is_soft: bool) -> Pin:
-        """Pin the cached blocks of `prompt`, in place of a pin with the same key.
+        """Pin the cached blocks of `prompt`. A pin with the same key is replaced.
 
         Args:
             key: Tenant and id of the pin.
@@ -64,7 +64,7 @@ class PinBook:
             is_soft: True to let the blocks be evicted after all blocks without a pin.
 
         Raises:
-            TooManyError: The tenant has `MAX_PINS` pins.
+            TooManyError: The tenant has `MAX_PINS` other pins.
         """
         tenant, pin_id = key
         pins = self._pins.setdefault(tenant, {})
@@ -79,14 +79,14 @@ class PinBook:
         return pin
 
     def keep_turn(self, key: Key, prompt: Prompt, ttl_s: float) -> None:
-        """Pin the last turn of a session softly, in place of the turn before.
+        """Pin the blocks of a session's last turn softly, in place of those of the turn before.
 
-        If the tenant has `MAX_PINS` pins already, the turn is not kept, without an error.
+        If the tenant has `MAX_PINS` other pins, nothing is pinned, and no error is raised.
 
         Args:
             key: Tenant and id of the session.
             prompt: Prompt and answer of the turn.
-            ttl_s: Seconds to keep the turn; 0 to keep nothing.
+            ttl_s: Seconds until the pin ends; 0 to pin nothing.
         """
         try:
             if ttl_s > 0:
@@ -98,7 +98,7 @@ class PinBook:
         self.num_other_turns += 1
 
     def count_sessions(self) -> int:
-        """Return the number of sessions whose last turn is kept, and forget those that ended."""
+        """Return the number of sessions whose last turn is pinned now."""
         now = self._now()
         while self._sessions:
             (tenant, pin_id), pin = next(iter(self._sessions.items()))
@@ -121,7 +121,7 @@ class PinBook:
         return pin
 
     def remove(self, key: Key) -> Pin:
-        """Remove the pin of `key`, unpin its blocks, and return it.
+        """Remove and return the pin of `key`; its blocks may be evicted from now on.
 
         Raises:
             UnknownIdError: There is no such pin, or it has ended.
@@ -133,7 +133,7 @@ class PinBook:
         return pin
 
     def all_of(self, tenant: str) -> list[Pin]:
-        """Return the tenant's pins that have not ended; ended ones are forgotten."""
+        """Return the tenant's pins that have not ended."""
         now, pins = self._now(), self._pins.get(tenant, {})
         for pin_id in [pin_id for pin_id, pin in pins.items() if pin.ends_at <= now]:
             del pins[pin_id]

@@ -1,4 +1,4 @@
-"""Prefetches: a caller names a prompt, and a task fetches its stored blocks to the host."""
+"""Prefetches: tasks that fetch a prompt's stored blocks to the host before a request needs them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Prefetch:
     Attributes:
         key: Tenant and id of the prefetch.
         prompt_tokens: Number of tokens of the prompt.
-        task: The task that fetches.
-        state: Running, or how it ended.
-        tokens: Range of the prompt's tokens that were fetched.
-        problem: Reason why no more tokens were fetched; None without one.
+        task: The task that fetches the blocks.
+        state: Running, or the way in which the prefetch ended.
+        tokens: Range of the prompt's tokens whose blocks were fetched.
+        problem: Reason why no more blocks were fetched; None if there is none.
     """
 
     key: Key
@@ -47,7 +47,7 @@ class Prefetches:
     """The prefetches of a node, by tenant and id.
 
     Args:
-        service: The service that fetches.
+        service: The service that fetches the blocks.
     """
 
     def __init__(self, service: Service) -> None:
@@ -57,7 +57,7 @@ class Prefetches:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Accept prefetches in the body; prefetches that still run at its end are cancelled."""
+        """Accept prefetches while the body runs, and cancel those that still run at its end."""
         now = asyncio.get_running_loop().time
         self._once: Once[Prefetch] = Once(max_answers=MAX_DONE, ttl_s=DONE_TTL_S, now=now)
         async with task_group() as self._tasks:
@@ -80,10 +80,11 @@ class Prefetches:
 
         Args:
             key: Tenant and id of the prefetch.
-            content: A digest of the call's content; see `Once.call`.
+            content: A digest of the call's content, which must be the same in all calls with this
+                key.
             prompt: The prompt to fetch.
-            deadline_s: Seconds that the prefetch may take.
-            is_asked: False fetches nothing, because no hint of the call is to fetch.
+            deadline_s: Seconds after which the prefetch ends with the blocks fetched so far.
+            is_asked: False to fetch nothing, because a router's hints do not ask for a prefetch.
 
         Raises:
             StoreUnavailableError: The node has no storage tier.
@@ -128,10 +129,10 @@ class Prefetches:
         return prefetch
 
     def cancel(self, key: Key) -> Prefetch:
-        """Cancel the prefetch of `key`, unless it has ended; running copies still arrive.
+        """Cancel the prefetch of `key`, unless it has ended; copies that have begun are completed.
 
         Raises:
-            UnknownIdError: There is no prefetch of this key.
+            UnknownIdError: There is no such prefetch.
         """
         prefetch = self.find(key)
         self._cancel(prefetch)

@@ -1,4 +1,4 @@
-"""The routes about cached blocks: lookup, explain, prefetches, pins and hand-off tickets."""
+"""The routes about a prompt's cached blocks: lookup, explain, prefetches, pins, and tickets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tierkv.sched.explain import Explanation
 class LookupRoutes(Routes):
     @Route("POST", "/v1/lookup", Access.READ, body=LookupBody, answer=LookupAnswer)
     async def lookup(self, request: web.BaseRequest) -> LookupAnswer:
-        """Return the number of a prompt's leading tokens that each tier has."""
+        """Return the number of a prompt's leading tokens that are cached on each tier."""
         async with self._node.work():
             body = await self._read_prompt(request, LookupBody)
             request_id = self._request_id(request, body.request_id)
@@ -46,7 +46,7 @@ class LookupRoutes(Routes):
 
     @Route("POST", "/v1/explain", Access.READ, body=LookupBody, answer=Explanation)
     async def explain(self, request: web.BaseRequest) -> Explanation:
-        """Return the place of each block of a prompt, and the reason of the first miss."""
+        """Return the tiers that have each block of a prompt, and the reason of the first miss."""
         async with self._node.work():
             body = await self._read_prompt(request, LookupBody)
             self._request_id(request, body.request_id)
@@ -66,7 +66,7 @@ class PrefetchRoutes(Routes):
         status=HTTPStatus.ACCEPTED,
     )
     async def begin(self, request: web.BaseRequest) -> web.Response:
-        """Start to fetch a prompt's stored blocks to the host."""
+        """Start to fetch a prompt's blocks from storage to the host."""
         async with self._node.work():
             body = await self._read_prompt(request, PrefetchBody)
             key = (principal_of(request).tenant, self._request_id(request, body.request_id))
@@ -114,7 +114,7 @@ _PIN = "/v1/pins/{id}"
 class PinRoutes(Routes):
     @Route("GET", "/v1/pins", Access.WRITE, answer=PinsAnswer)
     async def list(self, request: web.BaseRequest) -> PinsAnswer:
-        """List the tenant's pins."""
+        """List the pins of the caller's tenant."""
         self._node.check_started()
         pins = self._node.pins.all_of(principal_of(request).tenant)
         return PinsAnswer([self._answer(pin) for pin in pins])
@@ -131,7 +131,7 @@ class PinRoutes(Routes):
 
     @Route("GET", _PIN, Access.WRITE, answer=PinAnswer)
     async def look(self, request: web.BaseRequest) -> PinAnswer:
-        """Return the number of tokens that a pin keeps, and the time until its end."""
+        """Return the number of tokens that a pin keeps, and the seconds until its end."""
         self._node.check_started()
         return self._answer(self._node.pins.get(self._key(request)))
 
@@ -168,13 +168,16 @@ _STATES = {
 class TicketRoutes(Routes):
     @Route("GET", _TICKET, Access.WRITE, answer=TicketAnswer)
     async def look(self, request: web.BaseRequest) -> TicketAnswer:
-        """Return the state of a ticket now, without a wait."""
+        """Return the current state of a hand-off ticket, by which a decode node claims a prompt."""
         async with self._node.call():
             return await self._state(request)
 
     @Route("DELETE", _TICKET, Access.WRITE, answer=TicketAnswer)
     async def forget(self, request: web.BaseRequest) -> TicketAnswer:
-        """Delete a hand-off ticket; the blocks that it names stay stored until they expire."""
+        """Delete a hand-off ticket, so that no decode node can claim its prompt.
+
+        The blocks that the ticket names stay in storage until they expire.
+        """
         async with self._node.call():
             answer = await self._state(request)
             await self._node.service.forget_ticket(self._ticket_in_path(request))
@@ -195,7 +198,7 @@ class TicketRoutes(Routes):
         return UnknownIdError(f"there is no ticket {in_path(request, 'id')!r}")
 
     async def _state(self, request: web.BaseRequest) -> TicketAnswer:
-        """Return the state of the ticket that the path names."""
+        """Return the state of the ticket in the request's path."""
         handoff, name = self._handoff(), self._ticket_in_path(request)
         found = await self._node.service.ticket_state(name)
         if found.state is Standing.NOT_YET:

@@ -57,7 +57,7 @@ class NodeRoutes(Routes):
 
     @Route("POST", "/v1/resize", Access.ADMIN, body=ResizeBody, answer=TiersAnswer)
     async def resize(self, request: web.BaseRequest) -> TiersAnswer:
-        """Change the capacity of the device or host tier while running."""
+        """Change the number of blocks of the device tier or host tier while the node runs."""
         async with self._node.work():
             body = await self._node.bodies.read(request, ResizeBody)
             tier = _TIERS[body.tier]
@@ -77,7 +77,10 @@ class NodeRoutes(Routes):
 
     @Route("POST", "/v1/reset", Access.ADMIN, answer=ResetAnswer)
     async def reset(self, _: web.BaseRequest) -> ResetAnswer:
-        """Forget all cached blocks without a holder; storage keeps its blocks."""
+        """Forget all blocks on device and host that no request or pin uses.
+
+        Storage is unchanged.
+        """
         self._node.check_started()
         return ResetAnswer(await self._node.service.forget())
 
@@ -89,7 +92,7 @@ class NodeRoutes(Routes):
         query=(("cursor", str), ("limit", Limit)),
     )
     async def blocks(self, request: web.BaseRequest) -> BlocksAnswer:
-        """List all cached blocks, of all tenants, in pages."""
+        """List the blocks of all tenants on device and host, in pages."""
         self._node.check_started()
         page = bodies.from_query(request, _Page)
         service = self._node.service
@@ -97,10 +100,10 @@ class NodeRoutes(Routes):
 
     @Route("DELETE", "/v1/blocks", Access.ADMIN, answer=ResetAnswer, query=(("storage", bool),))
     async def free(self, request: web.BaseRequest) -> ResetAnswer:
-        """Forget all cached blocks without a holder; storage keeps its blocks.
+        """Forget all blocks on device and host that no request or pin uses.
 
-        With ?storage=true, also delete the stored blocks of this node's fingerprints, for all nodes
-        that share them.
+        With ?storage=true, also delete the stored blocks of this node's fingerprints. Other nodes
+        that share these blocks lose them, too.
         """
         async with self._node.work():
             chosen = bodies.from_query(request, _Free)
@@ -110,7 +113,7 @@ class NodeRoutes(Routes):
 
     @Route("GET", "/v1/config", Access.ADMIN, answer=ConfigAnswer)
     async def config(self, _: web.BaseRequest) -> ConfigAnswer:
-        """Return the node's settings, with secrets masked."""
+        """Return the node's settings, with passwords and other secrets masked."""
         self._node.check_started()
         roots = self._node.service.roots()
         digests = {space: digest.hex() for space, digest in roots.items()}
@@ -118,13 +121,13 @@ class NodeRoutes(Routes):
 
     @Route("GET", "/v1/tiers", Access.READ, answer=TiersAnswer)
     async def tiers(self, _: web.BaseRequest) -> TiersAnswer:
-        """Return each tier's capacity and state."""
+        """Return each tier's capacity and use, and the state of each store."""
         self._node.check_started()
         return self._tiers()
 
     @Route("PUT", "/v1/tiers/storage", Access.ADMIN, body=StorageBody, answer=TiersAnswer)
     async def attach(self, request: web.BaseRequest) -> TiersAnswer:
-        """Attach a store in place of the current one."""
+        """Replace the storage tier's store by another one."""
         async with self._node.work():
             body = await self._node.bodies.read(request, StorageBody)
             try:
@@ -135,7 +138,7 @@ class NodeRoutes(Routes):
 
     @Route("DELETE", "/v1/tiers/storage", Access.ADMIN, answer=TiersAnswer)
     async def detach(self, _: web.BaseRequest) -> TiersAnswer:
-        """Detach the store; requests continue without a storage tier."""
+        """Detach the store; requests then run without a storage tier."""
         self._node.check_started()
         self._node.service.detach_storage()
         return self._tiers()
@@ -173,10 +176,10 @@ class _Listing:
 
 
 class Listings:
-    """The listings that clients read, by cursor. A cursor is valid only in this process.
+    """Listings of cached blocks that clients are reading, by cursor (the id of the next page).
 
-    Blocks that are added, removed or split during a listing may be missing from the listing, or
-    occur twice.
+    A cursor is valid only in this process. A block that is added, removed or moved while a client
+    reads may be missing, or be listed twice.
     """
 
     def __init__(self) -> None:
@@ -185,13 +188,13 @@ class Listings:
     def page(
         self, index: Index, events: CacheEvents, cursor: str | None, *, limit: int
     ) -> BlocksAnswer:
-        """Return a page of up to `limit` blocks.
+        """Return a page of cached blocks.
 
         Args:
             index: The index of cached blocks.
-            events: The node's events, which know which blocks are in storage.
-            cursor: Cursor that the page before returned; None to start a listing.
-            limit: Largest number of blocks of the page.
+            events: The node's cache events, which know which blocks are in storage.
+            cursor: Cursor from the page before; None for the first page.
+            limit: Largest number of blocks on the page.
 
         Raises:
             UnknownIdError: The cursor is unknown or has expired.
@@ -279,7 +282,7 @@ _PATH = "/v1/quotas/{id}"  # a tenant's name
 class QuotaRoutes(Routes):
     @Route("PUT", _PATH, Access.ADMIN, body=QuotaBody, answer=QuotaAnswer)
     async def put(self, request: web.BaseRequest) -> QuotaAnswer:
-        """Limit the blocks that a tenant may have cached and in use."""
+        """Limit the number of blocks that a tenant may have on each tier."""
         async with self._node.work():
             tenant = self._tenant(request)
             body = await self._node.bodies.read(request, QuotaBody)
@@ -289,13 +292,13 @@ class QuotaRoutes(Routes):
 
     @Route("GET", _PATH, Access.ADMIN, answer=QuotaAnswer)
     async def look(self, request: web.BaseRequest) -> QuotaAnswer:
-        """Return a tenant's quota; null means no limit."""
+        """Return the largest number of blocks that a tenant may have on each tier."""
         self._node.check_started()
         return self._answer(request, self._known_space(request))
 
     @Route("DELETE", _PATH, Access.ADMIN, answer=QuotaAnswer)
     async def remove(self, request: web.BaseRequest) -> QuotaAnswer:
-        """Remove a tenant's quota."""
+        """Remove the limits on a tenant's blocks."""
         self._node.check_started()
         space = self._known_space(request)
         self._node.service.set_quota(space, (None, None))
@@ -305,7 +308,7 @@ class QuotaRoutes(Routes):
         return bodies.check_id(in_path(request, "id"), "the tenant")
 
     def _known_space(self, request: web.BaseRequest) -> str:
-        """Return the space of the tenant in the path, without creating one."""
+        """Return the name of the space of the tenant in the path, without creating one."""
         space = self._node.service.tenants.known_space_of(self._tenant(request))
         if space is None:
             raise UnknownIdError(

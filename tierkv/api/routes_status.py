@@ -1,7 +1,4 @@
-"""Routes for a node's state and life cycle, and the data of its live page.
-
-State: probes, version, metrics, stats, verify and OpenAPI. Life cycle: drain, pause, sleep, wake.
-"""
+"""The routes about a node's state and life cycle, and those that feed its live page."""
 
 from __future__ import annotations
 
@@ -58,14 +55,14 @@ class LifeRoutes(Routes):
 
     @Route("POST", "/v1/pause", Access.ADMIN, answer=LifeAnswer)
     async def pause(self, _: web.BaseRequest) -> LifeAnswer:
-        """Make new requests wait until POST /v1/resume."""
+        """Let new requests wait until POST /v1/resume."""
         self._node.check_started()
         self._node.service.pause()
         return self._life()
 
     @Route("POST", "/v1/resume", Access.ADMIN, answer=LifeAnswer)
     async def resume(self, _: web.BaseRequest) -> LifeAnswer:
-        """Admit waiting and new requests again."""
+        """End a pause: start the waiting requests, and accept new ones."""
         self._node.check_started()
         if self._node.service.is_asleep:
             raise WrongStateError("the device sleeps: call POST /v1/wake first")
@@ -86,7 +83,7 @@ class LifeRoutes(Routes):
         "POST", "/v1/sleep", Access.ADMIN, body=SleepBody, answer=LifeAnswer, is_body_optional=True
     )
     async def sleep(self, request: web.BaseRequest) -> LifeAnswer:
-        """Free the device's memory until POST /v1/wake; requests wait."""
+        """Free the device's memory until POST /v1/wake; new requests wait."""
         async with self._node.work():
             body = await self._node.bodies.read_optional(request, SleepBody)
 
@@ -108,7 +105,7 @@ class LifeRoutes(Routes):
         "POST", "/v1/wake", Access.ADMIN, body=WakeBody, answer=LifeAnswer, is_body_optional=True
     )
     async def wake(self, request: web.BaseRequest) -> LifeAnswer:
-        """Allocate the device's memory again, and admit requests."""
+        """Allocate the device's memory again, and start the waiting requests."""
         async with self._node.work():
             body = await self._node.bodies.read_optional(request, WakeBody)
             try:
@@ -134,9 +131,10 @@ class Health(Enum):
 
 
 async def health_of(node: Node) -> dict[str, Part]:
-    """Return the health of each part of the node, with a sentence about it.
+    """Return by name the health of each part of the node, with a sentence about it.
 
-    A store that is down only degrades a node, since the node can compute instead of loading.
+    A failed store makes the node "degraded" and not unhealthy, because the node can compute instead
+    of fetching.
     """
     device = node.device
     parts = {
@@ -170,8 +168,8 @@ def _of_service(node: Node) -> Part:
 async def _of_store(node: Node, state: StoreState) -> Part:
     """Return the health of a store.
 
-    Only the store that tenants share is pinged, and only while its circuit breaker is closed: the
-    breaker itself pings a store that has failed.
+    Only the store that tenants share is pinged, and not while its circuit breaker is open: the
+    breaker then sends its own probes.
     """
     if state.has_open_circuit:
         return Health.DEGRADED, (
@@ -200,7 +198,7 @@ async def _of_store(node: Node, state: StoreState) -> Part:
 class StatusRoutes(Routes):
     @Route("GET", "/livez", Access.PUBLIC, answer=LiveAnswer)
     async def live(self, _: web.BaseRequest) -> LiveAnswer:
-        """Answer while the process's event loop runs, with the loop's delay."""
+        """Answer while the node's event loop runs, with the lag of the loop."""
         heartbeat = self._node.heartbeat
         return LiveAnswer(
             status=Health.OK.value,
@@ -228,12 +226,12 @@ class StatusRoutes(Routes):
 
     @Route("GET", "/healthz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
     async def healthy(self, request: web.BaseRequest) -> ReadyAnswer:
-        """Answer as GET /readyz does."""
+        """Answer in the same way as GET /readyz."""
         return await self.ready(request)
 
     @Route("GET", "/version", Access.PUBLIC, answer=VersionAnswer)
     async def version(self, _: web.BaseRequest) -> VersionAnswer:
-        """Return version, role, and the fields that nodes must have in common to share blocks."""
+        """Return version and role, and the fields in which nodes must agree to share blocks."""
         node = self._node
         return VersionAnswer(
             version=tierkv.__version__,
@@ -246,7 +244,7 @@ class StatusRoutes(Routes):
 
     @Route("GET", "/metrics", Access.READ, content_type="text/plain")
     async def metrics(self, request: web.BaseRequest) -> web.Response:
-        """Return the metrics in Prometheus's text format."""
+        """Return the metrics in the text format of Prometheus."""
         self._node.check_started()
         accept = request.headers.get("Accept", "")
         body, content_type = await self._metrics.exposition.render(accept)
@@ -260,7 +258,7 @@ class StatusRoutes(Routes):
 
     @Route("GET", "/v1/verify", Access.ADMIN, answer=VerifyAnswer)
     async def verify(self, _: web.BaseRequest) -> VerifyAnswer:
-        """Check blocks and leases for consistency; return each fault as a sentence."""
+        """Check the bookkeeping of blocks and leases; return a sentence for each fault."""
         self._node.check_started()
         return VerifyAnswer(await self._node.verify())
 
@@ -269,7 +267,7 @@ class OpenApiRoutes:
     """The route of the OpenAPI document.
 
     Args:
-        table: The routes to describe; this route is added.
+        table: The other routes to describe.
     """
 
     def __init__(self, table: list[Route]) -> None:
@@ -277,12 +275,12 @@ class OpenApiRoutes:
 
     @cached_property
     def _document(self) -> bytes:
-        """The document, encoded at the first request: that takes 50 ms, and few clients ask."""
+        """The encoded document, made at the first request."""
         return msgspec.json.encode(document(self._table))
 
     @Route("GET", "/openapi.json", Access.READ, content_type=JSON)
     async def tell(self, request: web.BaseRequest) -> web.Response:
-        """Return this document."""
+        """Return this OpenAPI document."""
         return web.Response(body=self._document, headers=bodies.headers_of(request, JSON))
 
 
@@ -303,11 +301,13 @@ _RUN_S = 0.0004  # pause per run of blocks read, 200 times its reading time
 
 
 class NodeLiveRoutes(Routes):
-    """The data of the live page. They are no part of the API, and may change with each version.
+    """The data of the live page.
+
+    These routes are not a part of the API, and may change at any version.
 
     Args:
         node: The node that the page shows.
-        metrics: The node's counts of answers and times.
+        metrics: The node's metrics, in which answers and times are recorded.
     """
 
     def __init__(self, node: Node, metrics: Metrics) -> None:
@@ -322,9 +322,9 @@ class NodeLiveRoutes(Routes):
 
     @Route("GET", "/live/stream", Access.READ, content_type=EVENT_STREAM)
     async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Stream the node's figures, and the caller's own requests and prefixes.
+        """Stream the node's figures, and the caller's own requests and cached prefixes.
 
-        The figures are those of the last minutes and of now.
+        The first event has the figures of the last minutes.
         """
         self._node.check_started()
         news = self._news(self._tenant_filter(request))
@@ -332,7 +332,7 @@ class NodeLiveRoutes(Routes):
 
     @Route("GET", "/live/requests/{number}/explain", Access.READ, answer=Explanation)
     async def explain(self, request: web.BaseRequest) -> Explanation:
-        """Explain the cached part of a recent request's prompt."""
+        """Explain which blocks of a recent request's prompt are cached, and why others are not."""
         async with self._node.call():
             return await explained(self._node, principal_of(request), self._past_prompt(request))
 
@@ -352,10 +352,7 @@ class NodeLiveRoutes(Routes):
         return one.prompt
 
     def _tenant_filter(self, request: web.BaseRequest) -> str | None:
-        """Return the tenant whose requests and prefixes the caller may see.
-
-        The result is None for an admin, who may see those of all tenants.
-        """
+        """Return the tenant whose requests the caller may see; None for all tenants."""
         caller = principal_of(request)
         if caller.access >= Access.ADMIN:
             return None
@@ -365,7 +362,7 @@ class NodeLiveRoutes(Routes):
         return tenant is None or self._node.service.tenant_of(space) == tenant
 
     def _news(self, tenant: str | None) -> Iterator[list[tuple[str, bytes]]]:
-        """Yield, at each `next`, the events that one open page has not received yet."""
+        """Yield, at each `next`, the events that the open page has not received yet."""
         timelines, version, refreshed = self._node.service.timelines, 0, 0
         while True:
             news = []
@@ -379,7 +376,7 @@ class NodeLiveRoutes(Routes):
             yield news
 
     def _changed_requests(self, tenant: str | None, version: int) -> bytes:
-        """Return the encoded requests of a tenant that changed after `version`."""
+        """Return the encoded requests that changed after `version`, of one tenant or all."""
         wall = time.time() - asyncio.get_running_loop().time()
         changed = self._node.service.timelines.since(version)
         return msgspec.json.encode(
@@ -387,7 +384,7 @@ class NodeLiveRoutes(Routes):
         )
 
     def _visible_prefixes(self, tenant: str | None) -> bytes:
-        """Return the encoded tree of cached prefixes, without the spaces of other tenants."""
+        """Return the encoded tree of cached prefixes, of one tenant or all."""
         places = {-1: -1}
         visible: list[Prefix] = []
         for at, one in enumerate(self._prefixes):
@@ -397,7 +394,7 @@ class NodeLiveRoutes(Routes):
         return msgspec.json.encode({"looked_at": self._num_runs, "runs": visible})
 
     async def _refresh(self) -> float:
-        """Collect the data that take longer: health, limits, and the tree of cached prefixes."""
+        """Collect health, limits and cached prefixes; return the seconds until the next call."""
         node = self._node
         self._state = msgspec.json.encode(await self._state_of(node))
         self._prefixes, self._num_runs = await prefixes(node.service.index)

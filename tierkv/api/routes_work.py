@@ -42,10 +42,9 @@ from tierkv.tokenizers import AnswerDecoder, Tokenizer
 
 
 class _Stream:
-    """The tokens of a generation on their way to a client.
+    """The tokens of one answer on their way to the client.
 
-    All tokens are kept until they are sent, at most the request's max_tokens, so that a slow client
-    does not slow the model.
+    Tokens that a slow client has not read are kept, so that it does not slow the engine down.
     """
 
     def __init__(
@@ -69,10 +68,7 @@ class _Stream:
         self._is_over = False
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = (), /) -> None:
-        """Accept all tokens generated so far; only those beyond the known ones are new.
-
-        See `OnTokens.__call__`.
-        """
+        """Accept all tokens generated so far, of which the last ones are new."""
         # A run that begins again repeats its tokens, so only tokens beyond the known ones are new.
         known = len(self._tokens)
         new = tokens[known:]
@@ -81,19 +77,19 @@ class _Stream:
         self._changed.set()
 
     def add_all(self, answer: GenerateAnswer) -> None:
-        """Add all tokens of a complete answer, which an earlier call may have made."""
+        """Accept all tokens of a complete answer, which an earlier call may have computed."""
         known = len(self._tokens)
         self._tokens += answer.tokens[known:]
         self._logprobs += (answer.logprobs or ())[known:]
         self._changed.set()
 
     def end(self) -> None:
-        """End the stream after the tokens that were added."""
+        """Let `send` return once it has sent the accepted tokens."""
         self._is_over = True
         self._changed.set()
 
     async def send(self) -> None:
-        """Send the tokens that `add` accepts, until `end` is called and all are sent."""
+        """Send accepted tokens until `end` is called and all are sent."""
         sent = 0
         try:
             while not self._is_over or sent < len(self._tokens):
@@ -110,7 +106,7 @@ class _Stream:
                 self.scope.reschedule(asyncio.get_running_loop().time())
 
     async def done(self, answer: GenerateAnswer | None) -> web.StreamResponse:
-        """Send the text that was held back, as it might begin a stop text, and then the answer."""
+        """Send the text held back as a possible start of a stop text, and then the answer."""
         if rest := self._decoder.rest():
             await self._tokens_event((), (), rest=rest)
         return await self.event("done", msgspec.json.encode(answer))
@@ -127,7 +123,7 @@ class _Stream:
         await self.event("tokens", msgspec.json.encode(body))
 
     async def event(self, event: str, data: bytes) -> web.StreamResponse:
-        """Send one event; the first one opens the stream."""
+        """Send one server-sent event; the first one sends the HTTP headers before."""
         self.response = self.response or await open_stream(self._request)
         await write(self.response, b"event: %b\ndata: %b\n\n" % (event.encode(), data))
         return self.response
@@ -135,12 +131,13 @@ class _Stream:
 
 @dataclass(slots=True)
 class Answering:
-    """The answer to one call while it is being made.
+    """One call of a computing route, until it is answered.
 
     Attributes:
         job: The request to the engine.
-        made: The answer; None until this call, or an earlier call with the same id, has made it.
-        response: The stream that carried the answer; None if the answer is not streamed.
+        made: The answer; None until this call, or an earlier call with the same id, has computed
+            it.
+        response: The stream that the answer was sent on; None if it is not streamed.
     """
 
     job: GenerateRequest
@@ -149,7 +146,7 @@ class Answering:
 
     @property
     def result(self) -> web.StreamResponse | GenerateAnswer:
-        """The stream, or the answer to encode."""
+        """The stream if the answer was streamed, otherwise the answer."""
         found = self.response or self.made
         assert found is not None, "the body of `with` makes it"
         return found
@@ -159,18 +156,18 @@ class Answering:
 async def streaming(
     request: web.BaseRequest, answer: Answering, tokenizer: Tokenizer
 ) -> AsyncIterator[None]:
-    """Stream the tokens of `answer.job` while the body makes the answer.
+    """Stream the tokens of `answer.job` while the body computes the answer.
 
-    If the client closes the connection, the body is cancelled. An error of the body is raised if no
-    event has been sent yet; later, it is sent to the client as an event.
+    If the client disconnects, the body is cancelled. An error of the body is raised if nothing has
+    been sent yet; otherwise it is sent to the client as an event.
 
     Args:
-        request: The HTTP request that is answered.
+        request: The HTTP request to answer.
         answer: The call; its `job` and `response` are set here.
         tokenizer: The tokenizer of the model.
 
     Raises:
-        ConnectionError: The client has closed the connection.
+        ConnectionError: The client has disconnected.
     """
     stream = _Stream(request, answer.job, tokenizer)
     answer.job = replace(answer.job, on_tokens=stream.add)
@@ -215,7 +212,7 @@ class _Asked:
 class WorkRoutes(Routes):
     @Route("POST", "/v1/tokenize", Access.READ, body=TokenizeBody, answer=TokenizeAnswer)
     async def tokenize(self, request: web.BaseRequest) -> TokenizeAnswer:
-        """Return the tokens of a text or a chat, by the tokenizer of this node's model."""
+        """Return the tokens that the model's tokenizer makes of a text or a chat."""
         async with self._node.work():
             tokenizer = self._node.spec.tokenizer
             body = await self._node.bodies.read(request, TokenizeBody)
@@ -237,7 +234,10 @@ class WorkRoutes(Routes):
         is_stream=True,
     )
     async def generate(self, request: web.BaseRequest) -> web.StreamResponse | GenerateAnswer:
-        """Generate tokens with the node's engine, from cached blocks where there are any."""
+        """Generate tokens with the node's engine.
+
+        Cached blocks of the prompt are not computed again.
+        """
         async with self._node.work():
             body = await self._read_prompt(request, GenerateBody)
             asked = self._asked(
@@ -254,7 +254,7 @@ class WorkRoutes(Routes):
         "POST", "/v1/prefill", Access.WRITE, body=PrefillBody, answer=PrefillAnswer, is_stream=True
     )
     async def prefill(self, request: web.BaseRequest) -> web.StreamResponse | GenerateAnswer:
-        """Compute a prompt's first token and publish the prompt's blocks."""
+        """Compute a prompt and its first token, and publish the prompt for a decode node."""
         self._check_role(Role.PREFILL)
         async with self._node.work():
             body = await self._read_prompt(request, PrefillBody)
@@ -276,7 +276,7 @@ class WorkRoutes(Routes):
 
     @Route("POST", "/v1/decode", Access.WRITE, body=DecodeBody, answer=DecodeAnswer, is_stream=True)
     async def decode(self, request: web.BaseRequest) -> web.StreamResponse | GenerateAnswer:
-        """Claim a published prompt and continue to generate tokens."""
+        """Claim a prompt that a prefill node published, and generate the tokens after it."""
         self._check_role(Role.DECODE)
         async with self._node.work():
             body = await self._read_prompt(request, DecodeBody)
@@ -331,7 +331,7 @@ class WorkRoutes(Routes):
         return _Asked(operation, request_id, tenant, content, job, prompt, session_id)
 
     def _keep_turn(self, asked: _Asked, answer: GenerateAnswer | None) -> None:
-        """Keep the blocks of prompt and answer for the next turn of the session."""
+        """Pin the blocks of prompt and answer softly, for the next turn of the session."""
         if asked.session_id is None or answer is None:
             return
         prompt = asked.prompt
@@ -345,7 +345,7 @@ class WorkRoutes(Routes):
     async def _answering(
         self, request: web.BaseRequest, asked: _Asked, *, streams: bool
     ) -> AsyncIterator[Answering]:
-        """Provide a call to the body, which makes the answer unless an earlier call has made it."""
+        """Provide a call, whose body must compute the answer unless an earlier call has done so."""
         answer = Answering(asked.job)
         key = (asked.operation, asked.tenant, asked.request_id)
         async with (

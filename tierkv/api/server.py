@@ -1,4 +1,4 @@
-"""A node as a process: its route table, its application, and its life from start to signal."""
+"""The process of a node: its route table, and its life from the start to the last signal."""
 
 from __future__ import annotations
 
@@ -50,22 +50,20 @@ _KINDS = (
 def routes(node: Node, metrics: Metrics) -> list[Route]:
     """Return the route table of a node.
 
-    Router, OpenAPI document, metrics and access checks are made from it.
-
     Args:
         node: The node that answers.
-        metrics: The node's counts of answers and times.
+        metrics: The node's metrics, in which answers and times are recorded.
     """
     table = [row for kind in _KINDS for row in routes_of(kind(node, metrics))]
     return [*table, *routes_of(OpenApiRoutes(table))]
 
 
 def router_of(node: Node, guard: Guard) -> HttpRouter:
-    """Return the router of a node's routes.
+    """Return the HTTP router of a node.
 
     Args:
-        node: The node; it must be running when the first request arrives.
-        guard: Authenticator of callers; it must be running then, too.
+        node: The node; it must be running before the first request arrives.
+        guard: Authenticator of callers; it must be running before the first request arrives.
     """
     metrics = Metrics(node)
     page = (NodeLiveRoutes(node, metrics), PageRoutes())  # for browsers, no part of the API
@@ -78,11 +76,11 @@ log = logging.getLogger(__name__)
 
 
 def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
-    """Run a node until SIGTERM or SIGINT, and return when all its parts are closed.
+    """Run a node until SIGTERM or SIGINT, and return once all its parts are closed.
 
     Args:
         settings: The node's settings.
-        announce: Called with the URL once the node answers there.
+        announce: Called with the node's URL once it answers requests.
 
     Raises:
         TierKVError: The node could not start, or failed; nothing is left open.
@@ -118,7 +116,7 @@ async def _serve_engines(
     announce: Callable[[str], None],
     last_resort: LastResort,
 ) -> None:
-    """Wait for the first engine in another process, which defines the layout; then run a node."""
+    """Wait for the first engine in another process, take its layout, and run a node."""
     # 30 ms of a start (2-core x86-64 VM): not of a node without a socket.
     from tierkv.embed.external import EngineListener, ExternalEngines  # noqa: PLC0415
     from tierkv.embed.host_side import HostSizes  # noqa: PLC0415
@@ -127,10 +125,9 @@ async def _serve_engines(
     guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
 
     def why_not(token: str) -> str:
-        """Return the reason to refuse an engine; "" to accept it.
+        """Return the reason to reject an engine; "" to accept it.
 
-        Only admins are accepted, since an engine maps the whole host tier, with the blocks of all
-        tenants.
+        Only admins are accepted, because an engine can read the host blocks of all tenants.
         """
         try:
             caller = guard.principal_of_token(token)
@@ -161,11 +158,12 @@ async def _serve_engines(
 
 @contextmanager
 def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[list[socket.socket]]:
-    """Provide the sockets that `settings` name, TCP first, and close them after the body.
+    """Provide the listening sockets of `settings`, TCP first, and close them after the body.
 
     Args:
         settings: The addresses.
-        asks_callers: True if every caller is authenticated; other machines may then reach the node.
+        asks_callers: True if every caller is authenticated. Only then may other machines reach the
+            node, unless allow_insecure_bind is set.
 
     Raises:
         ConfigError: A socket cannot be opened.
@@ -180,7 +178,7 @@ def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[lis
 
 
 def _why_left(node: Node) -> str:
-    """Return the reason for ending the process while a thread of the node still hangs."""
+    """Return the reason, for the log, why closing the node took too long."""
     failure, limit_s = node.service.failure, node.settings.node.close_limit_s
     why = "" if failure is None else f", which closes after a failure ({failure})"
     return (
@@ -203,19 +201,17 @@ async def serve(
     announce: Callable[[str], None],
     last_resort: LastResort,
 ) -> None:
-    """Run `node` behind `listeners` until a signal.
-
-    Running publishes are waited for.
+    """Run `node` and answer requests on `listeners` until a signal; wait for running publishes.
 
     Args:
         node: The node.
-        listeners: The sockets to answer on.
-        announce: Called with the URL once the node answers there.
-        last_resort: Ends the process if closing takes too long.
+        listeners: Listening sockets.
+        announce: Called with the node's URL once it answers requests.
+        last_resort: Kills the process if closing takes too long.
 
     Raises:
-        ServiceFailedError: The node's service has failed. The process must end, since the node
-            would refuse all further requests.
+        ServiceFailedError: The node's cache service failed. The process must end, because the node
+            rejects all further requests.
     """
     last_resort.why = partial(_why_left, node)
     grace_s = node.settings.node.drain_grace_s
@@ -242,11 +238,11 @@ async def serve(
 
 
 def listening(node: Node, *listeners: socket.socket) -> AbstractAsyncContextManager[str]:
-    """Answer for `node` on `listeners` while the context is open; see `answering`.
+    """Answer requests for `node` on `listeners` while the context is open; provide the first URL.
 
     Args:
-        node: The node; it must be running when the first request arrives.
-        listeners: The sockets to answer on.
+        node: The node; it must be running before the first request arrives.
+        listeners: Listening sockets.
     """
     own = node.settings
     return answering(own.node, own.auth, own.tls, listeners, partial(router_of, node))

@@ -24,9 +24,9 @@ NO_STORAGE = "none"
 
 
 class Role(Enum):
-    """The half of the work that a node does.
+    """The part of a request that a node is for: prefill, decode or both.
 
-    Every node can also generate from a prompt by itself.
+    A node of any role can also generate an answer to a prompt by itself.
     """
 
     PREFILL = "prefill"  # computes prompts and publishes them
@@ -80,7 +80,7 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def model_name(self) -> str:
-        """The name of the served model's directory or file; "" without one."""
+        """The name of the model's directory or file; "" if `model` is not set."""
         if not self.model:
             return ""
         path = Path(self.model).expanduser()
@@ -157,7 +157,7 @@ _QUERY = re.compile(r"(?<=[?&])([^=&#]+)=[^&#]*")
 
 
 def masked(settings: msgspec.Struct) -> dict[str, dict[str, Any]]:
-    """Return all settings by table as plain data, with secrets masked."""
+    """Return all settings by table, with passwords and other secrets masked."""
     plain: dict[str, dict[str, Any]] = msgspec.to_builtins(settings)
     return {table: _masked(fields) for table, fields in plain.items()}
 

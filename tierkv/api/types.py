@@ -1,4 +1,4 @@
-"""The bodies and answers of a node's HTTP interface."""
+"""The request bodies and answers of a node's HTTP API."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ StopTexts = Annotated[
 
 
 class MediaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An image, audio clip or video of a prompt.
+    """An image, audio clip or video in a prompt.
 
     Attributes:
         start: Position in the prompt of the first placeholder token.
         num_tokens: Number of placeholder tokens.
-        hash: Hash of the whole content and its shape: 16 to 64 bytes in hexadecimal.
+        hash: Hash of the content and its shape: 16 to 64 bytes in hexadecimal.
     """
 
     start: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -59,12 +59,12 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         prompt: The text.
-        tokens: A list of integers or, packed, bytes of 32-bit little-endian integers (base64 in
+        tokens: A list of token ids, or the ids as bytes of 32-bit little-endian integers (base64 in
             JSON).
-        media: Images, audio and video of the prompt; prompts share a block only if the media in it
-            are the same.
-        adapter: Name and revision of the LoRA weights in use; prompts with different adapters share
-            no block. An engine may support neither media nor adapters.
+        media: Images, audio and video of the prompt. Prompts share a block only if they have the
+            same media in it.
+        adapter: Name and revision of the LoRA adapter; "" for none. Prompts with different adapters
+            share no block. An engine may support neither media nor adapters.
     """
 
     prompt: str | None = None
@@ -80,13 +80,13 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
         Args:
             tokenizer: The tokenizer of the node's engine; None if the node has none.
-            max_tokens: Number of tokens of the longest prompt allowed.
+            max_tokens: Largest allowed number of tokens.
 
         Raises:
-            FieldError: Neither or both of `prompt` and `tokens` are given, or the node cannot turn
-                text into tokens.
+            FieldError: Neither or both of `prompt` and `tokens` are given, or the node has no
+                tokenizer for a text.
             BadRequestError: A token is out of range.
-            RequestTooLargeError: The prompt is too long; raised before anything is packed.
+            RequestTooLargeError: The prompt has more tokens than allowed.
         """
         given = self.tokens if self.prompt is None else self.prompt
         if given is None or (self.prompt is not None and self.tokens is not None):
@@ -120,11 +120,11 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A text or a chat to turn into tokens.
+    """A text or a chat to turn into tokens: exactly one of the two fields is given.
 
     Attributes:
-        prompt: A text.
-        messages: The messages of a chat, which the model's chat template joins.
+        prompt: The text.
+        messages: The messages of a chat, of which the model's chat template makes one text.
     """
 
     prompt: str | None = None
@@ -142,7 +142,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
         Raises:
             FieldError: Neither or both of `prompt` and `messages` are given.
-            BadRequestError: The text has no tokens, or the chat template refuses the messages.
+            BadRequestError: The text has no tokens, or the chat template rejects the messages.
         """
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("give exactly one of prompt and messages")
@@ -152,11 +152,11 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of a text.
+    """The tokens of a text or a chat.
 
     Attributes:
-        tokens: Packed tokens, in the form that other routes accept: 32-bit little-endian integers
-            (base64 in JSON).
+        tokens: The tokens, in a form that other routes accept: bytes of 32-bit little-endian
+            integers (base64 in JSON).
         num_tokens: Number of tokens.
     """
 
@@ -169,21 +169,21 @@ class LookupBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A prompt to compute.
+    """A prompt and the sampling parameters of its answer.
 
     Attributes:
         temperature, top_k, seed, top_p, min_p, repetition_penalty, presence_penalty,
-            frequency_penalty: See `Sampling`.
+            frequency_penalty: Sampling parameters, with the meaning that vLLM gives them.
         ignore_eos: True to continue after tokens that end an answer.
         min_tokens: Number of tokens before which no token that ends an answer is chosen.
-        logprobs: Number of most likely tokens whose log probabilities are sent beside the chosen
-            token's; null for none at all.
-        request_id: Id of the request, by which a repeated call gets the same answer; null for a new
-            one.
-        session_id: Session (conversation) that the request is a turn of; its blocks are evicted
-            last for a time.
-        kv_hints: Hints of a router. A hint to fetch the prompt changes nothing here, since the
-            node asks storage for each prompt as it arrives.
+        logprobs: Number of most likely tokens whose log probabilities are returned with each token;
+            null to return no log probabilities.
+        request_id: Id of the request; a repeated call with the same id gets the same answer. null
+            for a new id.
+        session_id: Id of the session (conversation) that the request is a turn of. The blocks of
+            its last turn are evicted after other blocks for a time.
+        kv_hints: A router's hints. A hint to fetch the prompt has no effect here, because the node
+            looks for every prompt in storage anyway.
         stream: True to send tokens as server-sent events as soon as they are computed.
     """
 
@@ -204,10 +204,10 @@ class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     stream: bool = False
 
     def sampling(self) -> Sampling:
-        """Return the rules by which tokens are chosen.
+        """Return the sampling parameters.
 
         Raises:
-            BadRequestError: A number is out of range.
+            BadRequestError: A value is out of range.
         """
         return Sampling(
             temperature=self.temperature,
@@ -226,10 +226,10 @@ class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         max_tokens: Largest number of tokens to generate.
-        use_cache: False computes every token and leaves nothing cached.
-        answered_tokens: Number of tokens at the prompt's end that are an earlier part of the
-            answer; the text of a stream continues after them.
-        stop: Texts that end the answer and are not part of its text.
+        use_cache: False to use no cached blocks and cache none.
+        answered_tokens: Number of tokens at the end of the prompt that are the beginning of the
+            answer. The text of a stream continues after them.
+        stop: Texts that end the answer, and are not included in its text.
     """
 
     max_tokens: MaxTokens = 32
@@ -239,11 +239,12 @@ class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request to compute a prompt's first token, and to publish the prompt for a decode node.
+    """A request to compute a prompt and its first token, and publish the prompt for a decode node.
 
     Attributes:
-        ticket_id: Id by which the decode node claims the prompt; null for the request's id.
-        wait: When to answer: once the prompt is published, or once the first token is computed.
+        ticket_id: Id by which the decode node claims the prompt; null to use the request's id.
+        wait: The moment of the answer: once the prompt is published, or once the first token is
+            computed.
     """
 
     ticket_id: str | None = None
@@ -251,14 +252,17 @@ class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class DecodeBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request to claim a published prompt; prompt and sampling must be those of the prefill node.
+    """A request to claim a published prompt and generate the tokens after it.
+
+    Prompt and sampling parameters must be the same as in the prefill request.
 
     Attributes:
-        ticket_id: Id under which the prefill node has published the prompt.
+        ticket_id: Id under which the prefill node published the prompt.
         max_tokens: Largest number of tokens to generate.
-        policy: Whether all tokens of the prompt must be loaded, or this node may compute the rest.
+        policy: Whether all tokens of the prompt must be loaded, or this node may compute the
+            missing ones.
         deadline_s: Seconds to wait for the prompt to be published; null for the node's setting.
-        stop: Texts that end the answer and are not part of its text.
+        stop: Texts that end the answer, and are not included in its text.
     """
 
     ticket_id: str
@@ -281,15 +285,15 @@ def job_of(
 
     Args:
         body: The body of a call.
-        spec: The engine of the node.
+        spec: The description of the node's engine.
         name: The scheduler's name of the request.
         prompt: The body's prompt.
-        max_tokens: Number of tokens to generate.
-        uses_cache: False to compute every token and cache none.
+        max_tokens: Largest number of tokens to generate.
+        uses_cache: False to use no cached blocks and cache none.
 
     Raises:
-        FieldError: The engine does not support media or adapters.
-        BadRequestError: A number is out of range.
+        FieldError: The engine does not support the body's media or adapter.
+        BadRequestError: A value is out of range.
     """
     if (body.media and not spec.takes_media) or (body.adapter and not spec.takes_adapters):
         raise FieldError(
@@ -310,9 +314,9 @@ def job_of(
 
 
 class MatchedTokens(msgspec.Struct, frozen=True):
-    """Numbers of prompt tokens that were found in each tier; each token counts in one tier.
+    """The number of prompt tokens found on each tier; a token on several tiers is counted once.
 
-    `direct` counts tokens read from another node's memory instead of from storage.
+    `direct` is the number of tokens read from another node's memory instead of from storage.
     """
 
     device: int
@@ -331,7 +335,7 @@ class MatchedTokens(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token that might have been chosen at a place of an answer, and its log probability."""
+    """A token that could have been chosen at a position of an answer, and its log probability."""
 
     token: int
     text: str
@@ -339,11 +343,13 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    """Natural logarithms of probabilities at one place of an answer, before any sampling.
+    """Natural logarithms of token probabilities at one position of an answer.
+
+    Sampling parameters such as the temperature have no effect on them.
 
     Attributes:
         chosen: The token of the answer.
-        top: The most likely tokens, the most likely one first.
+        top: The most likely tokens, in descending order.
     """
 
     chosen: TokenLogprob
@@ -353,15 +359,15 @@ class Logprobs(msgspec.Struct, frozen=True):
 def with_texts(
     tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], tokenizer: Tokenizer
 ) -> tuple[Logprobs | None, ...] | None:
-    """Return the log probabilities of an answer, with the texts of their tokens.
+    """Return the log probabilities of an answer, with the texts of the tokens.
 
     Args:
         tokens: The tokens of the answer.
-        logprobs: The log probabilities of each token; empty if they are not wanted.
+        logprobs: The log probabilities of each token; empty if the request asks for none.
         tokenizer: The tokenizer of the model.
 
     Returns:
-        One entry per token; None if `logprobs` is empty.
+        One entry per token of the answer; None if `logprobs` is empty.
     """
 
     def named(token: int, logprob: float) -> TokenLogprob:
@@ -378,15 +384,14 @@ def with_texts(
 
 
 class TokensEvent(msgspec.Struct, frozen=True):
-    """The next tokens of a stream.
+    """An event of a stream: the next tokens of the answer.
 
-    The last event may have no tokens. Its text is then the rest of an unfinished character.
+    The last event may have no tokens, only the text of an unfinished character.
 
     Attributes:
-        tokens: Tokens that follow those of the events before.
-        text: Text that is complete with these tokens.
-        pieces: Text of each token, empty in the middle of a character; nodes of earlier versions
-            send none.
+        tokens: The tokens after those of earlier events.
+        text: The text that these tokens complete.
+        pieces: Text of each token; "" for a token that ends within a character.
         logprobs: Log probabilities of each token; null if the request does not ask for them.
     """
 
@@ -404,17 +409,17 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         text: The text of the answer.
         tokens: The tokens of the answer.
         prompt_tokens: Number of tokens of the prompt.
-        computed_tokens: Number of prompt tokens that were not cached.
-        matched: Number of prompt tokens found in each tier.
+        computed_tokens: Number of prompt tokens that were computed because they were not cached.
+        matched: Number of prompt tokens found on each tier.
         load_problem: Reason why cached tokens were computed instead of loaded; null if all were
             loaded.
         queue_s: Seconds until the request had its blocks.
         time_to_first_token_s: Seconds until the first token.
         total_s: Seconds until the last token.
-        finish_reason: "length" at max_tokens, "stop" at the model's own end of text or at a stop
-            text.
-        logprobs: Log probabilities of each token, null for tokens that the prefill node has
-            generated; null as a whole if the request does not ask for them.
+        finish_reason: "length" if max_tokens was reached, "stop" if the model or a stop text ended
+            the answer.
+        logprobs: Log probabilities of each token, null for tokens that the prefill node generated;
+            null as a whole if the request does not ask for them.
     """
 
     request_id: str
@@ -456,13 +461,13 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeAnswer(GenerateAnswer, frozen=True, kw_only=True):
-    """The generated tokens of a claimed prompt.
+    """The tokens generated after a claimed prompt.
 
     Attributes:
-        ticket_id: Id of the ticket, as given.
-        producer: The node that published the prompt; null if its ticket did not come, so that this
-            node computed the prompt by the policy.
-        first_tokens: Tokens that the producer had generated.
+        ticket_id: Id of the ticket, as given in the request.
+        producer: The node that published the prompt; null if this node found no usable ticket and
+            computed the prompt itself.
+        first_tokens: The first tokens of the answer, which the producer generated.
     """
 
     ticket_id: str
@@ -473,11 +478,11 @@ class DecodeAnswer(GenerateAnswer, frozen=True, kw_only=True):
     def of_ticket(
         cls, answer: GenerateAnswer, ticket_id: str, ticket: Ticket | None
     ) -> DecodeAnswer:
-        """Return the answer of a decode.
+        """Return the answer to a decode request.
 
         Args:
             answer: The generated tokens.
-            ticket_id: Id of the ticket, as the caller gave it.
+            ticket_id: Id of the ticket, as given in the request.
             ticket: The claimed ticket; None if this node computed the prompt instead.
         """
         return DecodeAnswer(
@@ -489,17 +494,17 @@ class DecodeAnswer(GenerateAnswer, frozen=True, kw_only=True):
 
 
 class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
-    """The outcome of a prefill. Fields of the publish are null if the call did not wait for it.
+    """The outcome of a prefill. Fields about the publish are null if the call did not wait for it.
 
     Attributes:
         tokens, text: The first token.
         ticket_id: Id of the ticket, by which a decode node claims the prompt.
-        num_blocks: Number of blocks of the prompt, a partial last one included.
+        num_blocks: Number of blocks of the prompt, including a partial last block.
         tail_tokens: Number of tokens in the partial last block; 0 if there is none.
-        present_blocks: Number of these blocks that were in storage already.
-        early_blocks: Number of these blocks that were stored while the prompt was computed.
+        present_blocks: Number of the prompt's blocks that were in storage before.
+        early_blocks: Number of the prompt's blocks that were stored while the prompt was computed.
         flushed_bytes: Number of bytes that were written to storage.
-        expires_at: End of the ticket, in Unix seconds.
+        expires_at: Time at which the ticket expires, in Unix seconds.
     """
 
     ticket_id: str
@@ -514,14 +519,14 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
     def of_prefill(
         cls, answer: GenerateAnswer, prefilled: Prefilled, ticket_id: str, block_size: int
     ) -> PrefillAnswer:
-        """Return the answer of a prefill.
+        """Return the answer to a prefill request.
 
         Args:
             answer: The first token.
-            prefilled: The engine's result, with the outcome of the publish if the call waited for
-                it.
-            ticket_id: Id of the ticket, as the caller gave it.
-            block_size: Tokens per block.
+            prefilled: The engine's result, which has the outcome of the publish if the call waited
+                for it.
+            ticket_id: Id of the ticket, as given in the request.
+            block_size: Number of tokens per block.
         """
         published, num_tokens = prefilled.published, prefilled.generation.prompt_tokens
         return PrefillAnswer(
@@ -537,11 +542,13 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
 
 
 class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of a prompt's leading tokens that are cached, by tier; each counts in one tier.
+    """The number of a prompt's leading tokens that are cached on each tier.
+
+    A token that is cached on several tiers is counted once.
 
     Attributes:
         num_tokens: Number of tokens of the prompt.
-        storage_tokens: null if the store did not answer.
+        storage_tokens: Number of tokens in storage; null if the store did not answer.
     """
 
     request_id: str
@@ -562,10 +569,10 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyAnswer(msgspec.Struct, frozen=True):
-    """The result of a recount of blocks, slots and leases.
+    """The result of a check of the bookkeeping of blocks, slots and leases.
 
     Attributes:
-        findings: A sentence for each fault; empty without a fault.
+        findings: A sentence for each fault; empty if there is no fault.
     """
 
     findings: list[str]
@@ -580,8 +587,8 @@ class ReadyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """The health of the node.
 
     Attributes:
-        status: ok or degraded.
-        parts: Health of each dependency, with ?verbose only.
+        status: "ok" or "degraded".
+        parts: Health of each part of the node; only with ?verbose.
     """
 
     status: str
@@ -592,9 +599,9 @@ class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The health of the event loop.
 
     Attributes:
-        heartbeat_age_s: Seconds since the loop was last measured, which is done every 0.05 s; null
-            while the node starts.
-        worst_lag_s: Longest delay of the loop in the last minute, in seconds.
+        heartbeat_age_s: Seconds since the lag of the loop was last measured, normally at most 0.05;
+            null while the node starts.
+        worst_lag_s: Longest lag of the loop in the last minute, in seconds.
     """
 
     status: str
@@ -609,9 +616,9 @@ class VersionAnswer(msgspec.Struct, frozen=True):
         version: Version of tierkv.
         name: Name of the node.
         role: Prefill, decode or both.
-        fingerprint: Fields that two nodes must have in common to share blocks.
+        fingerprint: Fields in which two nodes must agree to share blocks.
         stored_under: Prefix of the names of stored blocks.
-        model: Name of the served model; "" if the fingerprint has the name.
+        model: Name of the served model; "" if the fingerprint contains the name.
     """
 
     version: str
@@ -634,12 +641,14 @@ class AbortAnswer(msgspec.Struct, frozen=True):
 
 
 class PrefetchBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request to fetch a prompt from storage to the host.
+    """A request to fetch a prompt's blocks from storage to the host.
 
     Attributes:
-        request_id: Name of the prefetch; a repeated call with the same body does not fetch twice.
-        deadline_s: Seconds after which the prefetch ends with the tokens that have arrived.
-        kv_hints: Hints of a router ahead of a turn; the prompt is fetched only if a hint says so.
+        request_id: Id of the prefetch; a repeated call with the same id and body starts no second
+            one.
+        deadline_s: Seconds after which the prefetch ends with the blocks fetched so far.
+        kv_hints: A router's hints. If they are given, the prompt is fetched only if a hint asks for
+            it.
     """
 
     request_id: str | None = None
@@ -658,8 +667,8 @@ class PrefetchAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a prefetch.
 
     Attributes:
-        first_token: Position of the first fetched token.
-        fetched_tokens: Number of tokens fetched from storage to the host.
+        first_token: Position in the prompt of the first fetched token.
+        fetched_tokens: Number of tokens whose blocks were fetched from storage to the host.
     """
 
     prefetch_id: str
@@ -671,11 +680,11 @@ class PrefetchAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PinBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request to keep the cached blocks of a prompt.
+    """A request to keep the cached blocks of a prompt from eviction.
 
     Attributes:
-        ttl_s: Seconds for which the pin holds.
-        soft: True allows eviction of the blocks after all blocks without a pin.
+        ttl_s: Seconds until the pin ends.
+        soft: True to let the blocks be evicted after all blocks without a pin.
     """
 
     ttl_s: PinSeconds = 600.0
@@ -708,10 +717,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class TicketState(Enum):
-    """The state of a ticket, the record by which a published prompt is claimed.
+    """The state of a hand-off ticket, by which a decode node claims a published prompt.
 
-    OPEN: blocks are being published, and the ticket is not written yet. WHOLE: all blocks can be
-    claimed.
+    OPEN: the prompt is being published, and the ticket is not written yet. WHOLE: the prompt is
+    published, and a decode node can claim it.
     """
 
     OPEN = "open"
@@ -726,16 +735,16 @@ class TicketState(Enum):
 
 
 class TicketAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a ticket, the record by which a published prompt is claimed.
+    """The state of a hand-off ticket, by which a decode node claims a published prompt.
 
     Attributes:
         detail: The reason of the state in words; "" if there is none.
-        num_tokens, num_blocks: Numbers of tokens and blocks of the prompt.
-        present_blocks: Number of leading blocks, of num_blocks, that are in storage; null if
-            storage was not searched.
+        num_tokens, num_blocks: Number of tokens and of blocks of the prompt.
+        present_blocks: Number of the prompt's leading blocks that are in storage; null if the node
+            did not look for them.
         producer: The node that published the prompt.
-        claimer: The node that claimed it.
-        expires_at: End of the ticket, in Unix seconds.
+        claimer: The node that claimed the prompt.
+        expires_at: Time at which the ticket expires, in Unix seconds.
     """
 
     ticket_id: str
@@ -761,10 +770,10 @@ class TierAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TiersAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The tiers of the node.
+    """The capacity and state of the node's tiers.
 
     Attributes:
-        storage: Each attached store; empty for a node without a storage tier.
+        storage: State of each attached store; empty if the node has no storage tier.
     """
 
     device: TierAnswer
@@ -783,9 +792,9 @@ class StorageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Largest numbers of a tenant's blocks, cached or in use, on each tier; null for no limit.
+    """The largest number of blocks that a tenant may have on each tier; null for no limit.
 
-    Above its quota, a tenant evicts its own blocks.
+    A tenant above its quota evicts its own blocks.
     """
 
     device_blocks: Count | None = None
@@ -809,8 +818,8 @@ class ResizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A new capacity of a tier.
 
     Attributes:
-        blocks: New capacity of the tier in blocks; the memory of the tier limits it.
-        deadline_s: Seconds that a smaller tier may wait for blocks that are in use.
+        blocks: New capacity in blocks; at most the number for which the tier has memory.
+        deadline_s: Seconds to wait for blocks in use, if the new capacity is smaller.
     """
 
     tier: TierName
@@ -819,7 +828,7 @@ class ResizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class LifeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The life-cycle state of the node."""
+    """The state of the node in its life cycle, and the numbers of its requests."""
 
     is_draining: bool
     is_paused: bool
@@ -832,8 +841,9 @@ class ResetAnswer(msgspec.Struct, frozen=True):
     """The outcome of a reset.
 
     Attributes:
-        held_copies: Number of block copies that were kept, since requests or pins hold them.
-        removed_values: Number of values deleted from storage.
+        held_copies: Number of block copies that were not forgotten, because requests or pins use
+            them.
+        removed_values: Number of values that were deleted from storage.
     """
 
     held_copies: int
@@ -846,8 +856,8 @@ class SleepBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         keep_blocks: True to copy blocks that are only on the device to the host, as far as it has
             room.
-        deadline_s: Seconds to wait for running requests; after them the call fails, and nothing has
-            changed.
+        deadline_s: Seconds to wait for running requests. If some still run then, the call fails,
+            and nothing has changed.
     """
 
     keep_blocks: bool = True
@@ -869,14 +879,14 @@ class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         digest: Key of the block, in hexadecimal; "" for a partial block.
-        space: Name of the space (model, adapter, tenant) within which the block is shared; "" for
-            the node's own.
-        index: Position of the block in its prompts, in blocks.
+        space: Name of the space (model, adapter, tenant) in which the block is shared; "" for the
+            node's own.
+        index: Number of blocks before this one in its prompts.
         is_tail: True for a partial block at the end of a prompt.
         device, host: State of the block's copy on the tier: absent, incoming or ready.
-        is_stored: True if the node believes that storage has the block.
-        is_held: True if a request or a pin holds the block, so that it cannot be evicted.
-        hits: Number of times that the block was found.
+        is_stored: True if the node assumes that the block is in storage, without asking the store.
+        is_held: True if a request or a pin uses the block, so that it cannot be evicted.
+        hits: Number of times that a prompt matched the block.
     """
 
     digest: str
@@ -891,10 +901,10 @@ class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlocksAnswer(msgspec.Struct, frozen=True):
-    """A page of cached blocks.
+    """A page of the list of cached blocks.
 
     Attributes:
-        cursor: Cursor of the next page, null on the last page.
+        cursor: Cursor of the next page; null on the last page.
     """
 
     blocks: list[BlockAnswer]
@@ -906,9 +916,9 @@ class ConfigAnswer(msgspec.Struct, frozen=True):
 
     Attributes:
         settings: Settings by table; secrets are masked.
-        roots: By space, the digest that stands for the parent of a prompt's first block, in
-            hexadecimal; "" is the node's own space. A reader of events needs it to compute the
-            digests of a prompt's blocks.
+        roots: By space, the digest that the first block of a prompt has as its parent, in
+            hexadecimal; "" is the node's own space. A reader of KV events needs it to compute the
+            keys of a prompt's blocks.
     """
 
     settings: dict[str, dict[str, Any]]
