@@ -32,7 +32,7 @@ def content_of(body: PromptBody, tokens: bytes) -> bytes:
     """
     rest = msgspec.structs.replace(body, prompt=None, tokens=None, request_id=None)
     digest = xxhash.xxh3_128(tokens)
-    digest.update(repr(rest).encode())  # no encoder: a seed may be an integer of any size
+    digest.update(repr(rest).encode())  # msgspec's encoders fail for a seed above 64 bits
     return digest.digest()
 
 
@@ -124,7 +124,7 @@ class Once(Generic[T]):
         except TierKVError as error:
             self._drop(key)
             entry.outcome.set_exception(error)
-            entry.outcome.exception()  # seen: the error is raised here too
+            entry.outcome.exception()  # marks the error as retrieved: it is raised below, too
             raise
         except BaseException:  # the first caller disconnected: a waiting call does the work
             self._drop(key)
@@ -161,7 +161,7 @@ class Once(Generic[T]):
     def _expire(self) -> None:
         past, now = self._past, self._now()
         while past:
-            oldest = next(iter(past))  # all live equally long, so the first expires first
+            oldest = next(iter(past))  # all have the same lifetime
             if len(past) <= self._max_answers and past[oldest].expires_at > now:
                 return
             del past[oldest]

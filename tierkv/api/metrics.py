@@ -168,7 +168,7 @@ class NodeCollector(Collector):
         self._node = node
 
     def describe(self) -> list[Metric]:
-        return []  # so that registering does not ask a node that has not started
+        return []  # registering must not call `collect` before the node has started
 
     def collect(self) -> Iterator[Metric]:
         node = self._node

@@ -11,7 +11,7 @@ from tierkv.cache.keys import Prompt
 from tierkv.http.problems import TooManyError, UnknownIdError
 from tierkv.service import Service
 
-MAX_PINS = 10_000  # of one tenant
+MAX_PINS = 10_000  # per tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class PinBook:
         self._service = service
         self._now = now
         self._pins: dict[str, dict[str, Pin]] = {}
-        # In the order of their ends, since all turns of a node are kept for the same time.
+        # In the order of `ends_at`, because a node keeps all turns for the same time.
         self._sessions: OrderedDict[Key, Pin] = OrderedDict()
         self.num_kept_turns = 0
         self.num_other_turns = 0
@@ -141,4 +141,4 @@ class PinBook:
 
 
 def _name(key: Key) -> str:
-    return f"{len(key[0])}:{key[0]}:{key[1]}"  # no two keys have the same
+    return f"{len(key[0])}:{key[0]}:{key[1]}"  # unique, even if an id has a colon

@@ -147,7 +147,7 @@ class Prefetches:
         try:
             budget = Budget(deadline_s, step_s=deadline_s)
             fetched = await self._service.fetcher.fetch(prompt, budget)
-            fetched.release()  # the cache decides from here on what stays
+            fetched.release()  # from now on the blocks may be evicted
             prefetch.tokens, problem = fetched.tokens, fetched.first_problem
             prefetch.problem = None if problem is None else problem.reason
         except TierKVError as error:

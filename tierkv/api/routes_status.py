@@ -284,7 +284,7 @@ class OpenApiRoutes:
         return web.Response(body=self._document, headers=bodies.headers_of(request, JSON))
 
 
-# Of /metrics, what the page draws.
+# The metrics that the live page shows.
 _FIGURES = frozenset(
     f"tierkv_{name}"
     for name in (
@@ -296,7 +296,7 @@ _FIGURES = frozenset(
         *("sessions", "session_turns", "kv_hints"),
     )
 )
-_MAX_DIGITS = 18  # of a request's number; Python refuses numbers of thousands of digits
+_MAX_DIGITS = 18  # of a request's number; Python rejects numbers with thousands of digits
 _RUN_S = 0.0004  # pause per run of blocks read, 200 times its reading time
 
 

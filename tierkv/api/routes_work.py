@@ -69,7 +69,7 @@ class _Stream:
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = (), /) -> None:
         """Accept all tokens generated so far, of which the last ones are new."""
-        # A run that begins again repeats its tokens, so only tokens beyond the known ones are new.
+        # A request that is computed again repeats its tokens: only later ones are new.
         known = len(self._tokens)
         new = tokens[known:]
         self._logprobs += with_texts(new, logprobs[known:], self._tokenizer) or ()

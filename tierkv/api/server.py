@@ -117,7 +117,7 @@ async def _serve_engines(
     last_resort: LastResort,
 ) -> None:
     """Wait for the first engine in another process, take its layout, and run a node."""
-    # 30 ms of a start (2-core x86-64 VM): not of a node without a socket.
+    # This import takes 30 ms: only a node with an engine socket needs it.
     from tierkv.embed.external import EngineListener, ExternalEngines  # noqa: PLC0415
     from tierkv.embed.host_side import HostSizes  # noqa: PLC0415
 
@@ -140,7 +140,7 @@ async def _serve_engines(
     async with guard.running(), at_socket.listening():
         with stop_signal(lambda: None) as stop:
             log.info("waiting for the first engine to connect at %s", path)
-            # Both are this function's: one is awaited, and the other cancelled, below.
+            # This function awaits one of the two tasks, and cancels the other, below.
             first = asyncio.ensure_future(at_socket.first())
             ending = asyncio.ensure_future(stop.wait())
             await asyncio.wait({first, ending}, return_when=asyncio.FIRST_COMPLETED)

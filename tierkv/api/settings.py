@@ -30,7 +30,7 @@ class Role(Enum):
     """
 
     PREFILL = "prefill"  # computes prompts and publishes them
-    DECODE = "decode"  # claims published prompts and goes on
+    DECODE = "decode"  # claims published prompts and generates the tokens after them
     BOTH = "both"
 
     @property
@@ -45,24 +45,23 @@ class Role(Enum):
 class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The node and its addresses.
 
-    role: half of the work that the node does: prefill, decode or both.
-    name: a name for people, in logs, tickets and metrics; if it is empty, role@host:port.
-    engine: name of the engine that computes: reference or transformers. It is not used if
-    engine_socket is set.
-    model: the model that the engine serves, a directory with config.json and weights, or a GGUF
+    role: the part of a request that the node is for: prefill, decode or both.
+    name: a name for people, in logs, tickets and metrics; "" for role@host:port.
+    engine: name of the engine that computes: reference or transformers. Ignored if engine_socket is
+    set.
+    model: the model that the engine serves: a directory with config.json and weights, or a GGUF
     file; "" for the small model that is built in.
-    device: the device that computes and has the blocks of the Device tier: "cpu", "cuda", or
-    "cuda:1" for the second GPU.
+    device: the device that computes and has the device tier: "cpu", "cuda", or "cuda:1" for the
+    second GPU.
     close_limit_s: seconds that closing may take after the drain. Then the process ends with exit
-    status 1, even if a store or a device still uses the node's memory, such as a disk that hangs.
-    session_ttl_s: seconds after a turn of a session in which its blocks are evicted last; 0 for no
-    difference.
+    status 1, even if a store or a device that hangs still uses the node's memory.
+    session_ttl_s: seconds after a turn of a session in which its blocks are evicted after all other
+    blocks; 0 to evict them as any block.
     unix_socket: path of a Unix socket to listen on in addition; "" for none.
-    listens_tcp: False listens on the Unix socket only.
-    engine_socket: path of the Unix socket to which engines in other processes connect; the node
-    keeps their KV, and has no engine of its own; "" for none. Its directory should be private. The
-    number cache.host_blocks then counts blocks of tokens, each with room for all layers of the
-    engines.
+    listens_tcp: false to listen on the Unix socket only.
+    engine_socket: path of the Unix socket to which engines in other processes connect; "" for none.
+    The node then keeps their KV, and has no engine of its own. The socket's directory should be
+    private. One block of cache.host_blocks then has room for all layers of the engines.
     """
 
     role: Role = Role.BOTH
@@ -152,7 +151,7 @@ def default_storage_url(environ: Mapping[str, str]) -> str:
 
 MASK = "***"
 _SECRETS = re.compile(r"(^|_)(password|secret|token|key|salt|tenant)$")
-_PASSWORD = re.compile(r"(?<=//)[^/@\s]*@")  # user too: some stores take a token there
+_PASSWORD = re.compile(r"(?<=//)[^/@\s]*@")  # the user as well: some stores expect a token there
 _QUERY = re.compile(r"(?<=[?&])([^=&#]+)=[^&#]*")
 
 

@@ -32,7 +32,7 @@ from tierkv.transfer.tier import StoreState
 
 MaxTokens = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 MinTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-TopK = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # a negative one is refused by `Sampling`
+TopK = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # `Sampling` rejects negative values
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 StopTexts = Annotated[
@@ -658,8 +658,8 @@ class PrefetchBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class PrefetchState(Enum):
     RUNNING = "running"
-    DONE = "done"  # all that storage has of the prompt is on the host, or was above it
-    PARTIAL = "partial"  # a part is; `problem` says why no more
+    DONE = "done"  # all stored blocks of the prompt are on the host or device
+    PARTIAL = "partial"  # some are; `problem` says why no more
     CANCELLED = "cancelled"
 
 
@@ -712,7 +712,7 @@ class PinsAnswer(msgspec.Struct, frozen=True):
     pins: list[PinAnswer]
 
 
-_ONE_LINE = r"^[^\x00-\x1f\x7f]+$"  # what reads URLs drops line ends without a word
+_ONE_LINE = r"^[^\x00-\x1f\x7f]+$"  # URL parsers silently drop line ends
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
@@ -724,14 +724,14 @@ class TicketState(Enum):
     """
 
     OPEN = "open"
-    FAILED = "failed"  # its producer gave up
-    LOST = "lost"  # its producer says no more that it lives
+    FAILED = "failed"  # the producer gave up the publish
+    LOST = "lost"  # the producer's liveness lease has expired
     WHOLE = "whole"
-    INCOMPLETE = "incomplete"  # a block of it is gone
+    INCOMPLETE = "incomplete"  # a block of the prompt is missing
     CLAIMED = "claimed"
     EXPIRED = "expired"
     INCOMPATIBLE = "incompatible"  # this node cannot use the KV of the ticket's producer
-    DAMAGED = "damaged"  # the ticket is not what was written
+    DAMAGED = "damaged"  # the stored ticket differs from the written one
 
 
 class TicketAnswer(msgspec.Struct, frozen=True, kw_only=True):

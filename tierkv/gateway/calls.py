@@ -40,9 +40,9 @@ from tierkv.gateway.settings import GatewaySettings, HealthSection, node_tls
 from tierkv.http.bodies import EVENT_STREAM, MSGPACK, REQUEST_ID_HEADER
 from tierkv.tasks import supervised
 
-UNREADABLE = (ValueError, RecursionError)  # what the decoder raises for what others sent
-_END_S = 0.2  # from the last event to the end of the answer
-_UNBOUNDED = 0  # connections to a node; admission bounds them
+UNREADABLE = (ValueError, RecursionError)  # errors of the decoder for malformed answers
+_END_S = 0.2  # seconds from the last event to the end of the answer
+_UNBOUNDED = 0  # connections to a node; `Admission` limits them
 _NO_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _BUSY_CODES = (
@@ -54,7 +54,7 @@ _BUSY_CODES = (
 )
 _NOT_NOW_CODES = ("shutting_down", "not_ready", "wrong_role")
 _OK = "ok"
-_MAX_TROUBLE = 1_000  # characters of what a node says of itself
+_MAX_TROUBLE = 1_000  # characters of a node's sentence about degraded parts
 _RETRY_CODES = ("duplicate_request", "wrong_role", "body_timeout")
 
 
@@ -112,7 +112,7 @@ class NodeCalls:
         self._pools = {
             node: Http(
                 node.url,
-                token=None,  # each call brings its own
+                token=None,  # each call sets its own
                 tls=tls,
                 max_connections=_UNBOUNDED,
                 connect_s=self._deadlines.connect_s,
@@ -432,8 +432,8 @@ class _Probe:
         """Probe the node once, and update its state."""
         now, node = asyncio.get_running_loop().time, self.node
         try:
-            # What it computes comes first, each time: a node that was replaced by one of another
-            # model must not go on with an answer that one of ours has begun.
+            # The fingerprint is asked for first, at each probe: a node that was restarted with another
+            # model must not continue an answer of the other nodes.
             fingerprint, model = await self._calls.identity(node)
             trouble = await self._calls.trouble(node)
             self._nodes.compare(node, fingerprint, model)

@@ -93,7 +93,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ROUTES = ("handoff", "one_node", "resumed")
 FAILURES = ("node_failed", "node_busy", "handoff_refused", "without_ticket")
 OUTCOMES = ("ok", "client_error", "server_error", "client_gone")
-# Of /metrics, what the live page draws.
+# The metrics that the live page shows.
 _FIGURES = frozenset(
     f"tierkv_gateway_{name}"
     for name in ("requests", "tokens", "routed", "failed_attempts", "prompts")
@@ -209,7 +209,7 @@ class _State(Collector):
         )
 
 
-_SHORT_PROMPT = 64  # tokens; who holds so few matters less than asking costs
+_SHORT_PROMPT = 64  # tokens; a shorter prompt is not worth asking nodes about
 
 
 class Backend:

@@ -17,9 +17,9 @@ class NodeState(Enum):
     """The state of a node, which decides whether it receives requests."""
 
     READY = "ready"
-    UNREADY = "unready"  # its probe says that it takes no work: it starts or drains
-    EJECTED = "ejected"  # it failed, and gets no work for a while
-    OTHER_MODEL = "other_model"  # its answers are not those of the other nodes
+    UNREADY = "unready"  # it reports that it is starting or draining
+    EJECTED = "ejected"  # it failed, and receives no requests for a while
+    OTHER_MODEL = "other_model"  # its fingerprint is not that of most nodes
 
 
 class BackendNode:
@@ -51,15 +51,15 @@ class BackendNode:
         self.role = role
         self.outstanding_tokens = 0
         self.running = 0
-        self.num_failures = 0  # in a row
-        self.lives = 0  # returns after failures; blocks cached before a failure may be lost
-        self.fingerprint: dict[str, str] | None = None  # what it computes, as it says itself
-        self.model = ""  # its name, which does not count in comparisons
-        self.differs_in: tuple[str, ...] = ()  # fields of it, from what most others compute
+        self.num_failures = 0
+        self.lives = 0
+        self.fingerprint: dict[str, str] | None = None
+        self.model = ""
+        self.differs_in: tuple[str, ...] = ()
         self._settings = settings
         self._ejected_until = 0.0
-        self._is_ready = False  # until it has said so
-        self._trouble = ""  # what it says is wrong with it, ready as it is
+        self._is_ready = False
+        self._trouble = ""  # the node's sentence about degraded parts
         self._waits: dict[asyncio.Timeout, float] = {}  # with the time when each began
 
     def state(self, now: float) -> NodeState:
@@ -88,9 +88,9 @@ class BackendNode:
         That time doubles with each failure in a row. A failure during that time does not extend it.
         """
         self.num_failures += 1
-        self._is_ready = True  # what it said before counts no more
+        self._is_ready = True  # the failure replaces an earlier report of not ready
         longest = self._settings.max_eject_s
-        # Failures of work that ran beside each other are one death, not many.
+        # Requests that fail at the same time have one cause, and count once.
         if now >= self._ejected_until:
             doublings = min(self.num_failures - 1, 16)
             self._ejected_until = now + min(self._settings.eject_s * 2**doublings, longest)

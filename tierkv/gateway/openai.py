@@ -16,7 +16,7 @@ from tierkv.gateway.prompts import Given, Job, Prompt, read_prompts
 from tierkv.kv_hints import KvHints
 
 FinishReason = Literal["stop", "length"]
-Count = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # `check` says what is wrong with a low one
+Count = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # `check` rejects low values
 
 _MAX_STOPS = 4
 _MAX_CHOICES = 128
@@ -470,7 +470,7 @@ class TextLogprobs(msgspec.Struct, frozen=True):
         return cls(
             tuple(one.chosen.text for _, one in placed),
             tuple(one.chosen.logprob for _, one in placed),
-            # The likeliest of tokens with the same text is the first one.
+            # If tokens have the same text, the most likely one wins.
             tuple(
                 {each.text: each.logprob for each in (one.chosen, *reversed(one.top))}
                 for _, one in placed

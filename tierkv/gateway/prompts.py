@@ -18,10 +18,10 @@ from tierkv.tokenizers import Messages
 Prompt = str | bytes | Messages
 """A text, packed tokens, or the messages of a chat."""
 
-Given = str | list[str | int | list[int]]  # msgspec knows no union of several lists
+Given = str | list[str | int | list[int]]  # msgspec does not support a union of list types
 
-_NO_BYTES = b"\xc4\x00"  # msgpack's short form, bin 8, of no bytes
-_BYTES = struct.Struct(">BI")  # its long form, bin 32: mark and length
+_NO_BYTES = b"\xc4\x00"  # no bytes, in msgpack's form bin 8
+_BYTES = struct.Struct(">BI")  # head of msgpack's form bin 32: type byte and length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,7 +157,7 @@ class _Matched(msgspec.Struct):
     device: int
     host: int
     storage: int
-    direct: int = 0  # older nodes count it as storage's
+    direct: int = 0  # older nodes count these tokens in `storage`
 
 
 class Done(msgspec.Struct):
@@ -172,7 +172,7 @@ class Done(msgspec.Struct):
 
     matched: _Matched
     finish_reason: FinishReason = "length"  # older nodes do not send it
-    producer: str | None = ""  # of a claimed ticket; None if the node computed without one
+    producer: str | None = ""
 
 
 class Delivery:
@@ -202,15 +202,18 @@ class Delivery:
         self.job = job
         self.backend = backend
         self.tokens: list[int] = []
-        self.logprobs: list[Logprobs] = []  # of each token, if the job asks for them
+        self.logprobs: list[Logprobs] = []
         self._pieces: list[str] = []  # text of each token
-        self._held_back = (0, "")  # offset and text of an event without tokens
-        self.cached_tokens: int | None = None  # of the prompt, at the first node that answered
-        self.has_stopped = False  # the model has ended the text
-        self.is_claimed = False  # a decode node has begun to answer
-        self.speakers: set[BackendNode] = set()  # nodes that gave these tokens
-        self.publisher: BackendNode | None = None  # has published the prompt
-        self.is_divided = False  # a node cannot use another's KV, and may have another model
+        self._held_back = (
+            0,
+            "",
+        )  # number of tokens before, and text of, the last event without tokens
+        self.cached_tokens: int | None = None
+        self.has_stopped = False
+        self.is_claimed = False
+        self.speakers: set[BackendNode] = set()
+        self.publisher: BackendNode | None = None
+        self.is_divided = False
         self._failed: set[BackendNode] = set()
         self.num_attempts = 0
         self._num_calls = 0
@@ -330,7 +333,7 @@ class Delivery:
         Raises:
             GatewayError: No further attempt is allowed.
         """
-        # A node that has computed the prompt but could not hand it over can go on with it.
+        # A node that has computed the prompt but could not hand it over can continue the answer.
         if not (isinstance(error, HandoffRefusedError) and node in self.speakers):
             self._failed.add(node)
         why = {NodeFailedError: "node_failed", NodeBusyError: "node_busy"}
@@ -520,7 +523,7 @@ async def _prefill(delivery: Delivery, ticket_id: str, held: Held) -> None:
         try:
             await _prefill_at(delivery, node, ticket_id, held)
         except HandoffRefusedError:
-            raise  # another node would be refused as well
+            raise  # any other node would fail in the same way
         except AttemptError as error:
             failure = error
         else:
@@ -562,7 +565,7 @@ async def _decode(delivery: Delivery, ticket_id: str, held: Held) -> None:
             raise
         except AttemptError:
             if delivery.is_claimed:
-                raise  # the rest is generated from what has been delivered
+                raise  # the next attempt continues after the received tokens
             await delivery.pause()
             continue
         if done.producer is None:
@@ -600,7 +603,7 @@ async def run(delivery: Delivery) -> None:
                     await _tokenize(delivery)
                 await _attempt(delivery, can_hand_off=can_hand_off)
             except HandoffRefusedError as error:
-                can_hand_off = False  # one node does all of it
+                can_hand_off = False  # the next attempt uses one node for prefill and decode
                 delivery.is_divided |= error.reason == _INCOMPATIBLE
             except AttemptError:
                 await delivery.pause()
@@ -635,7 +638,7 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
     held = await delivery.backend.cached_tokens_by_node(job, everybody)
     alone: BackendNode | None
     if delivery.tokens:
-        # Without a hand-off, the node that has computed the prompt goes on, whatever its role.
+        # Without a hand-off, the node that has computed the prompt continues, whatever its role.
         candidates = decoding if decoding and can_hand_off else everybody
         how, alone = "resumed", choose_prefill(candidates, job.num_tokens, held)
     elif job.max_tokens == 1 or not (can_hand_off and prefilling and decoding):

@@ -10,7 +10,7 @@ import xxhash
 from tierkv.cache.keys import TOKEN_BYTES
 from tierkv.gateway.nodes import BackendNode
 
-Held = Mapping[str, int]  # leading prompt tokens that a node has at hand, by its URL
+Held = Mapping[str, int]  # by a node's URL, the number of leading prompt tokens that it has cached
 
 
 def choose_prefill(nodes: Sequence[BackendNode], num_tokens: int, held: Held) -> BackendNode:
@@ -52,7 +52,7 @@ def choose_decode(nodes: Sequence[BackendNode], held: Held) -> BackendNode:
 
 _CHUNK_TOKENS = 64
 _CHUNK_BYTES = _CHUNK_TOKENS * TOKEN_BYTES
-REMEMBERED_BYTES = 1024 * _CHUNK_BYTES  # of a prompt: some 2 ms of the loop's time
+REMEMBERED_BYTES = 1024 * _CHUNK_BYTES  # hashing them takes 2 ms
 _MAX_CHUNKS = 1 << 16  # about 4 million tokens, some 10 MB
 
 
@@ -68,7 +68,7 @@ class PrefixMemory:
     """
 
     def __init__(self, max_chunks: int = _MAX_CHUNKS) -> None:
-        # By node and life; one tuple for all chunks of a prompt that only one node has seen.
+        # By hash, (URL, lives) of the nodes. Chunks of a prompt seen by one node share one tuple.
         self._seen: OrderedDict[int, tuple[tuple[str, int], ...]] = OrderedDict()
         self._max_chunks = max_chunks
 

@@ -51,9 +51,9 @@ from tierkv.http.route import HttpRouter, Route, in_path, routes_of
 from tierkv.http.server import answering, bind, make_room_for
 from tierkv.tasks import task_group
 
-_ID_CHARS = 200  # what nodes get is longer by the number of the call
-_CLOSE_LIMIT_S = 5.0  # after the drain
-_MAX_PIECES = 64  # that wait for the client; a slow one then slows its own answer only
+_ID_CHARS = 200  # the gateway appends the number of the call for the nodes
+_CLOSE_LIMIT_S = 5.0  # seconds for closing, after the drain
+_MAX_PIECES = 64  # of an answer that wait for a slow client
 
 B = TypeVar("B", CompletionBody, ChatBody)
 SendTo = Callable[[int, AnswerPiece], Awaitable[None]]
@@ -252,7 +252,7 @@ class ProbeRoutes:
     async def models(self, _: web.BaseRequest) -> ModelList:
         return ModelList(data=(self._model(),) if self._gateway.model else ())
 
-    @Route("GET", "/v1/models/{model:.+}", Access.READ)  # such names may have slashes
+    @Route("GET", "/v1/models/{model:.+}", Access.READ)  # names of models may have slashes
     async def model(self, request: web.BaseRequest) -> Model:
         asked = in_path(request, "model")
         if asked != self._gateway.model:
@@ -366,7 +366,7 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
     make_room_for(section.max_connections)
     last_resort = LastResort(_CLOSE_LIMIT_S)
     last_resort.why = lambda: f"closing took longer than {_CLOSE_LIMIT_S:g} s"
-    # The nodes ask callers who they are where the gateway hands that on.
+    # With forward_authorization, the nodes authenticate the callers.
     asks_callers = bool(settings.auth.file) or section.forward_authorization
     with tracing.exporting("gateway"), bind(section, asks_callers=asks_callers) as listener:
 

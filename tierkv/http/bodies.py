@@ -68,9 +68,8 @@ class BodyReader:
 
     def __init__(self, section: ListenSection) -> None:
         self._section = section
-        self._long_one = (
-            asyncio.Semaphore()
-        )  # one at a time: decoding takes several times a body's memory
+        # One at a time, because decoding takes several times a body's memory.
+        self._long_one = asyncio.Semaphore()
         self.num_bytes = 0
 
     async def read(
@@ -132,7 +131,7 @@ class BodyReader:
     async def _receive(self, request: web.BaseRequest) -> bytearray:
         most, timeout_s = request.client_max_size, self._section.body_timeout_s
         length = request.content_length or 0
-        if length > most:  # none of it need be read
+        if length > most:  # rejected unread
             raise web.HTTPRequestEntityTooLarge(most)
         self.count(request, length)
 
@@ -145,12 +144,12 @@ class BodyReader:
             raw.extend(piece)
             if len(raw) > most:
                 raise web.HTTPRequestEntityTooLarge(most)
-            if len(raw) > length:  # it came in chunks, or compressed
+            if len(raw) > length:  # the body is chunked or compressed
                 self.count(request, len(piece))
 
         content = request.content
         try:
-            if content.is_eof():  # a short one comes with its head
+            if content.is_eof():  # a short body has arrived together with the headers
                 while piece := content.read_nowait():
                     add(piece)
                 return raw
@@ -282,14 +281,16 @@ def _refuse_twins(raw: bytes | bytearray, fields: Mapping[str, msgspec.Raw]) -> 
     therefore see another value than the node. `fields` is the decoded object: if the text has just
     the length of these fields, no key is repeated.
     """
-    if raw.count(b":") == len(fields):  # one for each key: none twice, and no inner object
+    if raw.count(b":") == len(fields):  # one colon per key: no key twice, no inner object
         return
     values = [bytes(value) for value in fields.values()]
     size = sum(map(len, values)) + sum(len(key.encode()) for key in fields) + 4 * len(fields) + 1
     is_plain = len(raw) in (size, size + 2 * len(fields) - 1)  # {"a":1,"b":2} or {"a": 1, "b": 2}
     if is_plain and not any(value[:1] in b"{[" and b"{" in value for value in values):
         return
-    json.loads(raw, object_pairs_hook=_no_twins, parse_int=len)  # of a long one, no number
+    json.loads(
+        raw, object_pairs_hook=_no_twins, parse_int=len
+    )  # `len` avoids the slow parsing of long numbers
 
 
 def _no_twins(pairs: list[tuple[str, object]]) -> None:
@@ -392,7 +393,7 @@ def first_id(request: web.BaseRequest) -> str:
 
 
 EVENT_STREAM = "text/event-stream"
-_WRITE_TIMEOUT_S = 30.0  # seconds without a read after which the client counts as gone
+_WRITE_TIMEOUT_S = 30.0  # seconds after which a client that reads nothing is disconnected
 
 
 def event_stream(request: web.BaseRequest) -> web.StreamResponse:
@@ -401,7 +402,7 @@ def event_stream(request: web.BaseRequest) -> web.StreamResponse:
         headers={
             **headers_of(request, EVENT_STREAM),
             "Cache-Control": "no-store",
-            "X-Accel-Buffering": "no",  # a proxy must not collect events
+            "X-Accel-Buffering": "no",  # a proxy must not buffer events
         }
     )
 

@@ -39,9 +39,9 @@ class Access(IntEnum):
     """The access level that a route needs or a caller has. Each level includes the lower ones."""
 
     PUBLIC = 0  # probes: callers are not authenticated
-    READ = 1  # look: lookup, stats, explain
+    READ = 1  # read: lookup, stats, explain
     WRITE = 2  # do work in one's own tenant: requests, publish, claim, pins
-    ADMIN = 3  # the node as a whole: tiers, quotas, blocks of all, life cycle
+    ADMIN = 3  # operate the node: tiers, quotas, blocks of all tenants, life cycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,9 @@ class ForbiddenError(TierKVError):
 
 
 _MAX_FILE_BYTES = 16 << 20
-_PRINTABLE = re.compile(r"[!-~]{0,256}")  # a tenant's and a caller's name go to logs and metrics
+_PRINTABLE = re.compile(
+    r"[!-~]{0,256}"
+)  # for names of tenants and callers, which go to logs and metrics
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 TokenId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]

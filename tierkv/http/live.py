@@ -61,7 +61,7 @@ def figures_of(metrics: Iterable[Metric], families: Collection[str]) -> dict[str
     }
 
 
-@cache  # of label values that the process itself has chosen
+@cache  # bounded: the process itself chooses all label values
 def _name(name: str, labels: tuple[tuple[str, str], ...]) -> str:
     pairs = ",".join(f'{key}="{value}"' for key, value in labels)
     return f"{name}{{{pairs}}}" if pairs else name
@@ -92,7 +92,7 @@ class LiveFeed:
         self._ring: deque[bytes] = deque(maxlen=max_samples)
         self._names: tuple[str, ...] = ()
         self._epoch = 0
-        self._last = 0  # number of the ring's newest sample; they are counted up, without gaps
+        self._last = 0  # number of the newest sample; numbers have no gaps
         self._is_closed = False
         self._changed = asyncio.Event()
         self._watched = asyncio.Event()
@@ -152,7 +152,7 @@ class LiveFeed:
             request: The request of the page.
             news: Returns name and data of each further event that this page has not received yet.
         """
-        if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
+        if request.method == hdrs.METH_HEAD:  # the client would take a body for the next answer
             return event_stream(request)
         epoch, number = -1, 0
         response = await open_stream(request)

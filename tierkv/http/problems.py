@@ -68,8 +68,8 @@ log = logging.getLogger(__name__)
 
 PROBLEM_JSON = "application/problem+json"
 _RETRY_AFTER_S = 1
-# Reasons of hand-offs that a producer or a store has failed: another claim may succeed, at once or
-# after the prompt is prefilled again.
+# Reasons why a hand-off fails because of a producer or a store: another claim may succeed, at once
+# or after the prompt is prefilled again.
 PASSING_REASONS = frozenset(
     problem.value
     for problem in (
@@ -140,8 +140,8 @@ ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
     (StoreError, 503, "store_unavailable", "The storage tier does not answer"),
 )
 
-# Reasons of hand-offs that are no failure of a producer or a store: 502, which balancers and alerts
-# take for an outage, is for those. 503: another claim, here or elsewhere, may go well.
+# Reasons why a hand-off fails without a fault of a producer or a store. The status is 503, because
+# another claim may succeed, and not 502, which load balancers and alerts take for an outage.
 HANDOFF_STATUS = {
     HandoffProblem.OTHER_PROMPT.value: 409,
     HandoffProblem.INCOMPATIBLE.value: 409,
@@ -157,7 +157,7 @@ HTTP_CODES = {
     405: "method_not_allowed",
     413: "body_too_large",
 }
-# Errors of requests that can be read but are not HTTP as this server speaks it.
+# Errors for bytes that are not valid HTTP for this server.
 FRAMING = (web.HTTPVersionNotSupported, web.HTTPExpectationFailed)
 INTERNAL = (500, "internal_error", "tierkv has a bug")
 
@@ -183,11 +183,11 @@ def problem_of(
     elif isinstance(error, web.HTTPException):
         detail = _sentence(request, error, what_is_here)
     else:
-        detail = as_given(str(error)) or title  # a MemoryError says nothing
+        detail = as_given(str(error)) or title  # a MemoryError has no text
     found = Problem(
         title=title, status=status, detail=detail, code=code, request_id=request[REQUEST_ID]
     )
-    # Fields of these errors, so that a client can raise the same one.
+    # With these fields, a client can raise the same error.
     if isinstance(error, HandoffError):
         return msgspec.structs.replace(found, reason=error.reason)
     if isinstance(error, OutOfBlocksError):
@@ -203,7 +203,7 @@ def _row(error: Exception) -> tuple[int, str, str]:
         return error.status, HTTP_CODES.get(error.status, f"http_{error.status}"), error.reason
     if isinstance(error, AnswerError):
         return error.status, error.code, error.title
-    if isinstance(error, MemoryError):  # of one body; its memory is free again
+    if isinstance(error, MemoryError):  # one body was too large; its memory is free again
         error = TooMuchInWorkError(
             "this process has no memory for the request now: send it again later"
         )
@@ -310,7 +310,7 @@ def problem_response(found: Problem, headers: Mapping[str, str]) -> web.Response
     return response
 
 
-# status: code, title, detail. Details name no bytes of the client: they may be anything.
+# status: code, title, detail. Details never quote the client's bytes.
 PROBLEMS = {
     400: ("malformed_request", "This is not HTTP", "The request's head or body cannot be read."),
     414: ("uri_too_long", "The request line is too long", "Shorten the path and query."),

@@ -232,7 +232,7 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
     await start_threads()
     async with listening as url, served.running():
         gc.collect()
-        gc.freeze()  # objects of the start stay alive, so no collection need visit them
+        gc.freeze()  # objects made so far stay alive: the collector can skip them
         log.info("%s is ready at %s", name, url)
         announce(url)
         try:
@@ -299,7 +299,9 @@ async def watching(
         ConfigError: The first `reload` raised it. Later errors are logged, and `reload` is called
             again after the next change.
     """
-    seen = await aside(_identities, files)  # first, or a change while reading would be missed
+    seen = await aside(
+        _identities, files
+    )  # before `reload`, so that a change during it is not missed
     await reload()
     async with supervised({"tierkv-watch": lambda: _watch(files, reload, seen, every_s)}):
         yield

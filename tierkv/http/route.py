@@ -223,7 +223,7 @@ async def _expected(request: web.BaseRequest) -> None:
     if request.headers["Expect"].lower() != "100-continue":
         raise web.HTTPExpectationFailed
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # counts bytes of the answer, and this is no part of it
+    request.writer.output_size = 0  # aiohttp counts the bytes of the answer here, without this line
 
 
 Json = dict[str, Any]
@@ -289,7 +289,7 @@ def _operation(row: Route, media_of: dict[type, Json]) -> Json:
         "x-access": row.access.name.lower(),
         "parameters": _parameters(row),
         "responses": _responses(row, media_of),
-        # {}: a node without authentication.
+        # {} means that a node may run without authentication.
         "security": [] if row.access is Access.PUBLIC else [{"token": []}, {"certificate": []}, {}],
     }
     if row.body is not None:
@@ -329,7 +329,7 @@ def _responses(row: Route, media_of: dict[type, Json]) -> Json:
     if row.is_stream:
         content[
             EVENT_STREAM
-        ] = {}  # tools differ in reading a schema: of the stream, or of one event
+        ] = {}  # no schema: some tools read it as one event's, others as the stream's
     status = HTTPStatus(row.status)
     good: Json = {"description": status.phrase, "headers": {"X-Request-Id": {"schema": _ID}}}
     if content:

@@ -36,7 +36,7 @@ from tierkv.http.settings import AuthSection, ListenSection, TlsSection
 from tierkv.threads import aside
 
 BACKLOG = 1024
-_OTHER_FILES = 1024  # descriptors for all that is not a client: stores, files, libraries
+_OTHER_FILES = 1024  # file descriptors for stores, files and libraries
 _PROBE_S = 1.0
 _WHY_NOT = {
     errno.EADDRINUSE: "is used by another process",
@@ -64,7 +64,7 @@ def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socke
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"the host name {settings.host!r} cannot be resolved: {why}") from error
-    # Of a name with several addresses, such as localhost, the first IPv4 one.
+    # If a name such as localhost has several addresses, the first IPv4 address is used.
     family, _, _, _, address = min(found, key=lambda one: one[0] is not socket.AF_INET)
     may_be_public = asks_callers or settings.allow_insecure_bind
     if not may_be_public and not is_loopback(str(address[0])):
@@ -97,7 +97,7 @@ def unix_listener(path: Path) -> Iterator[socket.socket]:
     """
     _remove_dead(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    umask = os.umask(0o177)  # not chmod afterwards: there is no moment when others may connect
+    umask = os.umask(0o177)  # a later chmod would let others connect before it
     try:
         listener.bind(str(path))
         listener.listen(BACKLOG)
@@ -226,7 +226,7 @@ def _tls_context(settings: TlsSection) -> ssl.SSLContext:
 def _load_certificates(context: ssl.SSLContext, settings: TlsSection) -> None:
     """Read the certificate files, and load them into `context`."""
     try:
-        # The empty password keeps OpenSSL from asking the terminal for that of an encrypted key.
+        # With an empty password, OpenSSL does not ask the terminal for the password of a key.
         context.load_cert_chain(settings.cert, settings.key or None, password="")
     except (OSError, ValueError) as error:  # SSLError is an OSError
         raise ConfigError(
@@ -246,10 +246,10 @@ Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 MAX_LINE_BYTES = 8_192
 MAX_FIELD_BYTES = 16_384  # unlike MAX_LINE_BYTES, so that aiohttp's two errors differ
 MAX_FIELDS = 100
-_LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
-_LINGER_S = 10.0  # how long a refused body is read
+_LAST_ANSWERS_S = 2.0  # for answers that are being sent at the end
+_LINGER_S = 10.0  # seconds for which a rejected body is read
 _NO_LOG = logging.getLogger("tierkv.http.access")
-_NO_LOG.disabled = True  # what is asked is counted; a line for each would cost more than the answer
+_NO_LOG.disabled = True  # requests are counted; a log line costs more than an answer
 _TOO_MANY_FIELDS = "Too many headers received"
 
 
@@ -309,7 +309,7 @@ async def serving(
     finally:
         for server in servers:
             server.close()
-        await asyncio.sleep(0)  # what has come already is begun
+        await asyncio.sleep(0)  # requests that have arrived start now
         http.pre_shutdown()
         await http.shutdown(_LAST_ANSWERS_S)
 
@@ -367,7 +367,7 @@ class _Http(web.RequestHandler):
             loop=asyncio.get_running_loop(),
             access_log=_NO_LOG,
             keepalive_timeout=limits.idle_timeout_s,
-            # A client that sends a whole body before it reads would see a reset, not the refusal.
+            # Otherwise a client that sends its whole body before it reads would see a reset.
             lingering_time=min(_LINGER_S, limits.body_timeout_s),
             max_line_size=MAX_LINE_BYTES,
             max_field_size=MAX_FIELD_BYTES,
@@ -375,7 +375,7 @@ class _Http(web.RequestHandler):
         )
         self._shared = shared
         self._is_counted = False
-        self._body: StreamReader | None = None  # body of the last request with a complete head
+        self._body: StreamReader | None = None  # body of the last request with complete headers
         self._is_answered = True
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
@@ -397,7 +397,9 @@ class _Http(web.RequestHandler):
         for timer in (self._head_timer, self._send_timer):
             if timer is not None:
                 timer.cancel()
-        self._body = self._head_timer = self._send_timer = None  # each of them holds this
+        self._body = self._head_timer = self._send_timer = (
+            None  # each of them references this object
+        )
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -451,7 +453,7 @@ class _Http(web.RequestHandler):
     ) -> web.StreamResponse:
         """Return the answer to bytes that aiohttp could not read, or to an error of `handle`."""
         if isinstance(exc, ConnectionError):
-            raise exc  # the client went while its answer was written, which is no error of ours
+            raise exc  # the client disconnected while its answer was written
         request_id = uuid4().hex
         if isinstance(exc, HttpProcessingError):
             log.info("request %s is not valid HTTP: %s", request_id, _one_line(exc))
