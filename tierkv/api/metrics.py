@@ -85,12 +85,12 @@ def total(name: str, text: str, value: float) -> Metric:
 
 
 def ages(name: str, text: str, counts: AgeCounts) -> Metric:
-    """Return a histogram of ages in seconds.
+    """Return a metric of type histogram for ages in seconds.
 
     Args:
         name: Name of the metric.
         text: Its help text.
-        counts: Number of ages in each bucket, and their sum.
+        counts: Number of ages in each bucket, and the sum of all ages.
     """
     family = HistogramMetricFamily(name, text)
     bounds = [*map(str, BOUNDS_S), "+Inf"]
@@ -100,7 +100,7 @@ def ages(name: str, text: str, counts: AgeCounts) -> Metric:
 
 
 class _ProcessUse(Collector):
-    """Memory, CPU time and open files of this process, read in a thread before each scrape."""
+    """A collector of this process's memory, CPU time and open files, read before each scrape."""
 
     def __init__(self) -> None:
         self._source = ProcessCollector(registry=None)
@@ -114,7 +114,7 @@ class _ProcessUse(Collector):
 
 
 class _TaskFailures(Collector):
-    """The number of failures of this process's supervised background tasks."""
+    """A collector of the number of failed background tasks in this process."""
 
     def collect(self) -> Iterator[Metric]:
         yield total(
@@ -587,7 +587,7 @@ class Metrics:
                 self._handoff.labels(side, reason)
 
     def know_routes(self, routes: Iterable[str]) -> None:
-        """Add a count of answers for each of these routes, starting at 0."""
+        """Add a count of HTTP answers for each of these routes' paths, starting at 0."""
         for route in routes:
             for status in _STATUS_CLASSES:
                 self._answers[route, status] = self._http.labels(route, f"{status}xx")

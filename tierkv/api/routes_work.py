@@ -296,7 +296,7 @@ class WorkRoutes(Routes):
 
     @Route("DELETE", "/v1/requests/{id}", Access.WRITE, answer=AbortAnswer)
     async def abort(self, request: web.BaseRequest) -> AbortAnswer:
-        """Abort a request that waits for blocks or that the node's engine computes."""
+        """Abort a request that waits for its blocks or that the node's engine computes."""
         async with self._node.call():
             tenant, request_id = self._key(request)
             bodies.name_request(request, request_id)

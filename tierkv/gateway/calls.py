@@ -432,8 +432,8 @@ class _Probe:
         """Probe the node once, and update its state."""
         now, node = asyncio.get_running_loop().time, self.node
         try:
-            # The fingerprint is asked for first, at each probe: a node that was restarted with another
-            # model must not continue an answer of the other nodes.
+            # Each probe asks for the fingerprint first: a node that was restarted with another model
+            # must not continue an answer of the other nodes.
             fingerprint, model = await self._calls.identity(node)
             trouble = await self._calls.trouble(node)
             self._nodes.compare(node, fingerprint, model)

@@ -532,7 +532,10 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _by_user(peer: socket.socket) -> Principal:
-    """Return an admin if the process at the other end of a Unix socket runs as the node's user."""
+    """Return an admin if the other end of a Unix socket runs as the node's user.
+
+    Otherwise raise.
+    """
     _, uid, _ = credentials(peer)
     if uid == os.geteuid():
         return Principal(f"uid:{uid}", "", Access.ADMIN)
