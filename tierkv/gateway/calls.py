@@ -432,7 +432,7 @@ class _Probe:
         """Probe the node once, and update its state."""
         now, node = asyncio.get_running_loop().time, self.node
         try:
-            # Each probe asks for the fingerprint first: a node that was restarted with another model
+            # Each probe asks for the fingerprint first: a node restarted with another model
             # must not continue an answer of the other nodes.
             fingerprint, model = await self._calls.identity(node)
             trouble = await self._calls.trouble(node)
