@@ -526,9 +526,6 @@ class Metrics:
 
     Attributes:
         exposition: All metrics of the process, as /metrics returns them.
-
-    Args:
-        node: The node.
     """
 
     def __init__(self, node: Node) -> None:
@@ -605,7 +602,7 @@ class Metrics:
         """Record the queue time and the time to first token of one request.
 
         Args:
-            operation: One of `OPERATIONS`.
+            operation: "generate", "prefill" or "decode".
             generation: The engine's result for the request, with its times in seconds.
         """
         self._first_token.labels(operation).observe(generation.first_token_s)

@@ -44,11 +44,7 @@ class Prefetch:
 
 
 class Prefetches:
-    """The prefetches of a node, by tenant and id.
-
-    Args:
-        service: The service that fetches the blocks.
-    """
+    """The prefetches of a node, by tenant and id."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

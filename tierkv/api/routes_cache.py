@@ -198,7 +198,6 @@ class TicketRoutes(Routes):
         return UnknownIdError(f"there is no ticket {in_path(request, 'id')!r}")
 
     async def _state(self, request: web.BaseRequest) -> TicketAnswer:
-        """Return the state of the ticket in the request's path."""
         handoff, name = self._handoff(), self._ticket_in_path(request)
         found = await self._node.service.ticket_state(name)
         if found.state is Standing.NOT_YET:

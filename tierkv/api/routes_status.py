@@ -264,11 +264,7 @@ class StatusRoutes(Routes):
 
 
 class OpenApiRoutes:
-    """The route of the OpenAPI document.
-
-    Args:
-        table: The other routes to describe.
-    """
+    """The route of the OpenAPI document."""
 
     def __init__(self, table: list[Route]) -> None:
         self._table = [*table, *routes_of(self)]
@@ -337,7 +333,6 @@ class NodeLiveRoutes(Routes):
             return await explained(self._node, principal_of(request), self._past_prompt(request))
 
     def _past_prompt(self, request: web.BaseRequest) -> Prompt:
-        """Return the prompt of the recent request whose number is in the path."""
         number = in_path(request, "number")
         is_number = number.isdecimal() and len(number) <= _MAX_DIGITS
         one = self._node.service.timelines.find(int(number)) if is_number else None

@@ -61,7 +61,7 @@ _RETRY_CODES = ("duplicate_request", "wrong_role", "body_timeout")
 class _Problem(msgspec.Struct):
     """The fields of a node's error answer that the gateway reads.
 
-    Nodes of all versions send them.
+    All versions of nodes send them.
     """
 
     code: str

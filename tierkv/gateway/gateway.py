@@ -215,9 +215,6 @@ _SHORT_PROMPT = 64  # tokens; a shorter prompt is not worth asking nodes about
 class Backend:
     """The nodes behind the gateway, and the calls to them. Use it inside `running()`.
 
-    Args:
-        settings: The gateway's settings.
-
     Raises:
         ConfigError: The settings name no node, or one that cannot be used.
     """
@@ -283,9 +280,6 @@ class Gateway:
     """All parts of a gateway behind its HTTP routes.
 
     Use it inside `running()`, from one event loop.
-
-    Args:
-        settings: The gateway's settings.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:

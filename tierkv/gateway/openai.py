@@ -540,7 +540,7 @@ class Head:
 
         Args:
             pieces: Text and log probabilities of each choice, in order.
-            finishes: Reason of the end of each choice.
+            finishes: Reason why each choice ended, in the same order.
             usage: The token usage.
         """
         choices = (
@@ -552,12 +552,12 @@ class Head:
     def piece(
         self, index: int, piece: AnswerPiece, finish: FinishReason | None = None
     ) -> Completion:
-        """Return a piece of a streamed answer.
+        """Return a part of a streamed answer.
 
         Args:
             index: Number of the choice.
             piece: The next text and log probabilities.
-            finish: Reason of the end, in the last piece of the choice; None in others.
+            finish: Reason why the choice ended, in its last part; None in other parts.
         """
         choice = self._choice(index, "delta", piece, finish)
         return self._of((choice,), None, "chat.completion.chunk")

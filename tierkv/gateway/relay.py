@@ -352,9 +352,6 @@ class Delivery:
 
         If the store has lost the ticket, a decode node would wait for it until its deadline.
 
-        Args:
-            ticket_id: Id of the ticket.
-
         Raises:
             HandoffRefusedError: The ticket is lost; the attempt is recorded as failed.
             GatewayError: The ticket is lost, and no further attempt is allowed.
@@ -370,9 +367,6 @@ class Delivery:
 
     def spend(self, error: AttemptError) -> None:
         """Count a failed attempt.
-
-        Args:
-            error: The failure.
 
         Raises:
             GatewayError: No further attempt is allowed.
@@ -584,9 +578,6 @@ _INCOMPATIBLE = HandoffProblem.INCOMPATIBLE.value
 async def run(delivery: Delivery) -> None:
     """Get all tokens of an answer, in as many attempts as the limits allow.
 
-    Args:
-        delivery: Receives the tokens.
-
     Raises:
         GatewayError: The attempts or the time are used up, or the request is not valid.
     """
@@ -610,7 +601,6 @@ async def run(delivery: Delivery) -> None:
 
 
 async def _tokenize(delivery: Delivery) -> None:
-    """Make one node turn the prompt's text or messages into tokens."""
     most = delivery.backend.settings.gateway.max_prompt_tokens
     nodes = delivery.some_of(delivery.backend.nodes.all)
     node = min(nodes, key=lambda one: one.running)
@@ -656,7 +646,7 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
 def _continuing_nodes(delivery: Delivery) -> list[BackendNode]:
     """Return the nodes that may generate the next tokens.
 
-    If the nodes have different models, only those that sent some of the tokens may continue.
+    If the nodes may have different models, only those that sent some of the tokens may continue.
     """
     everybody = delivery.backend.nodes.all
     if delivery.is_divided and delivery.speakers:
@@ -682,7 +672,6 @@ def _can_do_alone(
 
 
 async def _generate(delivery: Delivery, node: BackendNode, held: Held) -> None:
-    """Make one node generate all tokens that are missing."""
     job, offset = delivery.job, len(delivery.tokens)
     left = job.max_tokens - offset
     asked = {"request_id": delivery.next_id(), "max_tokens": left, "answered_tokens": offset}

@@ -313,9 +313,6 @@ class GatewayLiveRoutes:
     """The data of the live page.
 
     These routes are not a part of the API, and may change at any version.
-
-    Args:
-        gateway: The gateway that the page shows.
     """
 
     def __init__(self, gateway: Gateway) -> None:

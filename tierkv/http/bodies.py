@@ -61,9 +61,6 @@ class BodyReader:
 
     The bytes of a body count until `release` is called with its request. A body that would bring
     the sum above `max_work_bytes` is rejected, if possible before it is read.
-
-    Args:
-        section: The limits on bodies.
     """
 
     def __init__(self, section: ListenSection) -> None:

@@ -292,11 +292,7 @@ _NO_KEY = bytes(64)
 
 
 class Keyring:
-    """The tokens and certificate names of one auth file, indexed for lookup; immutable.
-
-    Args:
-        content: The content of the file.
-    """
+    """The tokens and certificate names of one auth file, indexed for lookup; immutable."""
 
     def __init__(self, content: AuthFile) -> None:
         self._tokens = {row.id.encode(): _key(row) for row in content.tokens}
@@ -377,7 +373,7 @@ def ticket_name(ticket_id: str, tenant: str) -> str:
 
 
 def as_given(sentence: str) -> str:
-    """Replace names made by `request_name` and `ticket_name` in `sentence` by the callers' ids."""
+    """Return `sentence` with names of `request_name` and `ticket_name` turned into callers' ids."""
     return _IN_WORDS.sub("'", sentence)
 
 
@@ -519,10 +515,7 @@ def _by_connection(request: web.BaseRequest, keyring: Keyring) -> Principal:
 
 
 def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names in a client certificate, such as `DNS:prefill-1`.
-
-    The common name comes last.
-    """
+    """Yield the names in a client certificate, such as `DNS:prefill-1`, the common name last."""
     for kind, name in certificate.get("subjectAltName", ()):
         yield f"{kind}:{name}"
     for parts in certificate.get("subject", ()):
@@ -532,10 +525,7 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _by_user(peer: socket.socket) -> Principal:
-    """Return an admin if the other end of a Unix socket runs as the node's user.
-
-    Otherwise raise.
-    """
+    """Return an admin if the other end of a Unix socket runs as the node's user, else raise."""
     _, uid, _ = credentials(peer)
     if uid == os.geteuid():
         return Principal(f"uid:{uid}", "", Access.ADMIN)

@@ -264,10 +264,7 @@ def _allowed(error: web.HTTPMethodNotAllowed) -> str:
 
 
 def _challenge(error: Exception, found: Problem) -> str | None:
-    """Return the error part of the WWW-Authenticate header, see RFC 6750.
-
-    The result is None if no such header is sent.
-    """
+    """Return the error part of the WWW-Authenticate header (RFC 6750); None without one."""
     if found.status == HTTPStatus.UNAUTHORIZED:
         is_new = isinstance(error, UnauthenticatedError) and not error.was_given
         return "" if is_new else ', error="invalid_token"'
@@ -333,7 +330,7 @@ PROBLEMS = {
 def framing_problem(status: int, request_id: str) -> web.Response:
     """Return the response to bytes that are not valid HTTP for this server.
 
-    It closes the connection.
+    The connection is closed after the response.
 
     Args:
         status: A status in `PROBLEMS`; any other becomes 500.

@@ -327,10 +327,7 @@ def _identities(files: Sequence[Path]) -> _Seen:
 
 
 def _identity(file: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes when the file is written or replaced.
-
-    The result is None if there is no file.
-    """
+    """Return a value that changes when the file is written or replaced; None without a file."""
     try:
         found = file.stat()
     except OSError:

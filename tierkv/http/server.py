@@ -214,7 +214,6 @@ async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | Non
 
 
 def _tls_context(settings: TlsSection) -> ssl.SSLContext:
-    """Return a TLS context for servers, without certificates."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -224,7 +223,6 @@ def _tls_context(settings: TlsSection) -> ssl.SSLContext:
 
 
 def _load_certificates(context: ssl.SSLContext, settings: TlsSection) -> None:
-    """Read the certificate files, and load them into `context`."""
     try:
         # With an empty password, OpenSSL does not ask the terminal for the password of a key.
         context.load_cert_chain(settings.cert, settings.key or None, password="")
