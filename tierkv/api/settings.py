@@ -1,4 +1,4 @@
-"""All settings of a node, one section for each part with settings, and a form without secrets."""
+"""All settings of a node, one section per table of the config file, and their masked form."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ class NodeSettings(EngineTables, frozen=True, kw_only=True, forbid_unknown_field
     events: EventsSection = EventsSection()
 
     def engine_spec(self) -> EngineSpec:
-        """Return the engine that `node.engine` names.
+        """Return the description of the engine that the setting `node.engine` names.
 
         Raises:
-            ConfigError: There is no such engine, or its settings do not fit each other.
+            ConfigError: There is no such engine, or its settings contradict each other.
         """
         node = self.node
         return engine_of(node.engine, self, self.cache, model=node.model, device=node.device)
@@ -162,7 +162,7 @@ def masked(settings: msgspec.Struct) -> dict[str, dict[str, Any]]:
 
 
 def masked_url(url: str) -> str:
-    """Return `url` without its user, its password and the values of its query."""
+    """Return `url` without user, password and the values of its query parameters."""
     return _QUERY.sub(rf"\1={MASK}", _PASSWORD.sub(f"{MASK}@", url))
 
 

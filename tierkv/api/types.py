@@ -634,7 +634,7 @@ WaitSeconds = Annotated[float, msgspec.Meta(gt=0, le=600)]
 
 
 class AbortAnswer(msgspec.Struct, frozen=True):
-    """The request that was aborted."""
+    """The id of the request that was aborted."""
 
     request_id: str
     state: Literal["aborted"] = "aborted"
@@ -782,10 +782,10 @@ class TiersAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StorageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A store to attach.
+    """A store to use as the storage tier.
 
     Attributes:
-        url: URL of the store, as in the setting storage.url.
+        url: URL of the store, in the form of the setting storage.url.
     """
 
     url: Annotated[str, msgspec.Meta(min_length=1, max_length=4096, pattern=_ONE_LINE)]

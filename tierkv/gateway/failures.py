@@ -111,7 +111,7 @@ class NodeFailedError(AttemptError):
 
 
 class NodeBusyError(AttemptError):
-    """The node is healthy but accepts no more requests, since it is full or shutting down."""
+    """The node is healthy, but accepts no further requests, because it is full or shutting down."""
 
 
 class HandoffRefusedError(AttemptError):

@@ -32,7 +32,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         include_usage: True to send the token usage once, at the end of the stream.
-        continuous_usage_stats: Accepted without effect, since load generators of vLLM send it.
+        continuous_usage_stats: Accepted without effect; load generators of vLLM send it.
     """
 
     include_usage: bool | None = False
@@ -500,10 +500,10 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer, or a piece of a streamed one.
+    """A whole answer, or a part of a streamed answer.
 
     Attributes:
-        usage: The token usage; null in pieces of a stream.
+        usage: The token usage; null except in a whole answer and in the last part of a stream.
     """
 
     id: str

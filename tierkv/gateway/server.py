@@ -1,4 +1,4 @@
-"""A gateway as a process: its routes, its address, and its orderly end on a signal."""
+"""A gateway as a process: its routes, its address, and its shutdown on a signal."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ class ProbeRoutes:
 
     @Route("GET", "/livez", Access.PUBLIC)
     async def live(self, _: web.BaseRequest) -> ReadyAnswer:
-        """Answer while the event loop runs."""
+        """Answer 200 while the gateway's event loop runs."""
         return ReadyAnswer("ok")
 
     @Route("GET", "/readyz", Access.PUBLIC)

@@ -1,4 +1,4 @@
-"""All settings of a gateway, one section for each part with settings."""
+"""All settings of a gateway, one section per table of the config file."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_running: largest number of prompts that run at the nodes at a time.
     max_queued: largest number of prompts that wait in the gateway; further callers get 429.
     queue_timeout_s: seconds after which a waiting prompt gets 503.
-    max_batch: largest number of answers of one call.
-    max_attempts: largest number of attempts for a prompt, at all nodes together.
+    max_batch: largest number of answers of one request.
+    max_attempts: largest number of attempts to answer a prompt, over all nodes.
     """
 
     max_running: int = 64
@@ -80,12 +80,12 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Deadlines, in seconds.
 
-    request_s: time of a prompt from its first attempt to its last token.
+    request_s: time for a prompt, from its first attempt to its last token.
     connect_s: time to connect to a node.
     first_token_s: time until a node sends the first event of a prefill, claim or generate.
     stall_s: time between two tokens of a stream.
-    lookup_s: time in which nodes must answer how much of a prompt they have cached. For a node that
-    has not answered, the gateway uses its own memory of earlier prompts.
+    lookup_s: time in which nodes must report how much of a prompt they have cached. If a node does
+    not, the gateway estimates it from earlier prompts.
     """
 
     request_s: float = 600.0
@@ -146,10 +146,10 @@ def urls_of(given: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def node_tls(section: GatewaySection) -> ssl.SSLContext | None:
-    """Return the TLS context for https to the nodes; None to trust the system's authorities.
+    """Return the TLS context for https to the nodes; None to use the system's default authorities.
 
     Raises:
-        ConfigError: A file of `section` cannot be used.
+        ConfigError: A file that `section` names cannot be used.
     """
     ca, cert, key = (
         Path(name) if name else None

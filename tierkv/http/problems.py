@@ -53,7 +53,7 @@ class TooManyError(BadRequestError):
 
 
 class NotReadyError(TierKVError):
-    """The node is not ready yet, or no longer: retry, or use another node."""
+    """The node accepts no requests at this moment: retry, or use another node."""
 
 
 class AnswerError(TierKVError):
