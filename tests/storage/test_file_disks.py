@@ -22,7 +22,7 @@ from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
 
 
 def file_store(root: Path, **settings: int) -> FileStore:
-    return FileStore(root, FileSettings(min_free_bytes=0, **settings), SystemClock())  # type: ignore[arg-type]
+    return FileStore(root, FileSettings(min_free_bytes=0, **settings), SystemClock())
 
 
 def refuses(
