@@ -176,6 +176,14 @@ async def test_a_request_ends_once() -> None:  # fault 9
             await here.service.scheduler.commit(request, pack(tokens(5)))
 
 
+async def test_an_ended_request_leaves_its_tenants_count_of_private_blocks() -> None:
+    async with world() as here:
+        first, second = await here.admit(tokens(8)), await here.admit(tokens(8, 100))
+        here.service.scheduler.end(first)  # the count stays listed, as `second` still runs
+        assert here.service.verify() == []
+        await here.ended(second)
+
+
 async def test_without_cache_everything_is_computed_and_nothing_breaks() -> None:
     async with world() as here:
         await here.run(tokens(10))

@@ -416,6 +416,26 @@ async def test_a_fetch_that_stops_at_any_time_leaves_no_slot_lent(ticks: int) ->
         assert here.service.stats().host.free == 90
 
 
+async def test_blocks_of_a_store_that_was_lost_during_the_fetch_do_not_count_as_stored() -> None:
+    prompt = tokens(16)
+    async with world(store=await filled(prompt)) as here:
+        here.the_store.hold()
+        async with asyncio.TaskGroup() as group:
+            # With keys that are promised, the first operation is the read itself.
+            work = here.service.fetcher.fetch(
+                here.prompt(prompt), Budget(PATIENT_S), promised=here.keys(prompt)
+            )
+            fetching = group.create_task(work)
+            await here.the_store.until_held(1)
+            here.service.tiers.copies.note_nothing_stored()
+            here.the_store.release()
+        node = here.service.index.match(here.prompt(prompt)).node
+        assert node.end == 4
+        assert not node.stored_in(0, node.num_blocks).any()
+        fetching.result().release()
+        await here.settle()
+
+
 # What storage has of a long prompt is asked for in pieces, with the answer that one piece has.
 
 
