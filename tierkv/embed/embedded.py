@@ -1,7 +1,7 @@
 """The whole cache service in a thread of an engine's process, driven by calls that never block.
 
-Arguments are checked on the engine's own thread, so an argument of the wrong kind is an error of
-the caller. On the service's thread it would stop the service.
+Arguments are checked in the caller's thread, so the caller gets the error. An unexpected error on
+the service's thread would stop the service.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ log = logging.getLogger(__name__)
 
 
 class Embedded:
-    """A cache service in a thread of its own, and the requests of the engine that embeds it.
+    """A service in a thread of its own, and the requests of an engine that embeds it.
 
-    Every method but `open`, `close` and `wait` returns within some tens of microseconds, from any
-    thread. Most return a `Call`, whose result comes later. Calls about one request run in the order
-    in which they were made. Check each call, or collect finished calls with `poll`, once per step
-    of the engine. If an argument is of the wrong kind, the method raises BadRequestError and makes
-    no call.
+    Every method except `open`, `close` and `wait` returns within some tens of microseconds, and any
+    thread may call it. Most return a `Call`, whose result comes later. Calls about one request run
+    in the order in which they were made. Once per step, the engine reads the state of each call, or
+    collects finished calls with `poll`. An argument of the wrong kind raises BadRequestError in the
+    caller's thread, and nothing has changed.
 
     Tokens are given as packed bytes (int32, little-endian), which is the fastest; as a list of
     ints, which the caller's thread packs in 8 ns a token; or as a `Prompt`, which also has images
-    and other media, and the adapter and tenant whose blocks it may share.
+    and other media, and the space (adapter, tenant) that its blocks belong to.
 
     Args:
-        build: makes the service, with its device and its store, on the service's own thread.
+        build: returns the service, with its device and its store; called on the service's own
+            thread.
         settings: limits of calls and deadlines.
     """
 
@@ -71,26 +72,26 @@ class Embedded:
                 raise
 
     def open(self) -> None:
-        """Start the thread and the service, and return when the service accepts calls.
+        """Start the thread and the service, and wait until the service accepts calls.
 
         Raises:
             ConfigError: the configuration of the service is wrong.
             StoreUnavailableError: the store cannot be used.
-            CloseTimeoutError: the service did not open in time.
+            CloseTimeoutError: the service did not open within `EmbedSettings.open_deadline_s`.
         """
         self._thread.open()
 
     def close(self, deadline_s: float | None = None) -> None:
         """Refuse new calls, wait for running calls, end every request, and wait for copies.
 
-        The method may be called from any thread, and more than once.
+        Any thread may call this. Further calls do nothing.
 
         Args:
             deadline_s: seconds to wait; None for `EmbedSettings.close_deadline_s`.
 
         Raises:
             CloseTimeoutError: the service was still closing after the deadline.
-            TierKVError: the service had already stopped because of this error.
+            TierKVError: the service had stopped with this error before.
         """
         self._thread.close(deadline_s)
 
@@ -101,16 +102,16 @@ class Embedded:
 
     @property
     def service(self) -> Service:
-        """The service. An engine may read its `planes`, `device` and `fingerprint`.
+        """The service.
 
-        Its methods may be called on the service's own thread only.
+        Other threads may read its `planes`, `device` and `fingerprint`, and call nothing.
         """
         return self._thread.service
 
     # Finished calls
 
     def poll(self) -> list[Call[Any]]:
-        """Return each finished call once, except calls whose `result` was read."""
+        """Return calls that have finished since the last poll, except those with a read result."""
         return self._thread.exchange.poll()
 
     def wait(self, timeout_s: float) -> bool:
@@ -123,15 +124,16 @@ class Embedded:
 
     @property
     def calls(self) -> Exchange:
-        """The calls that run, and the finished calls whose result was not read yet."""
+        """The exchange, which has all calls that are not done or not collected."""
         return self._thread.exchange
 
     # Requests
 
     def lookup(self, tokens: Tokens | Prompt) -> Call[Lookup]:
-        """Look up how many of the prompt's tokens are cached on each tier now.
+        """Return a call with the number of the prompt's cached tokens, by tier.
 
-        The blocks are not protected from eviction, so they may be gone when the result is read.
+        Nothing is changed, and no block is protected from eviction, so the answer may be outdated
+        at once.
         """
         prompt = _frozen(tokens)
         return self.run("lookup", lambda service: service.lookup(_prompt(service, prompt)))
@@ -148,9 +150,9 @@ class Embedded:
     ) -> Call[Admitted]:
         """Allocate device blocks for a request, and load the cached part of the prompt into them.
 
-        While there is no room, requests wait in fair order. If some cached blocks cannot be loaded,
-        the request is admitted all the same, and `Admitted.failed_blocks` names them. If the call
-        is refused or cancelled, it leaves no block allocated.
+        While too few blocks are free, requests wait in fair order. If some cached blocks cannot be
+        loaded, the request is admitted nevertheless, and `Admitted.failed_blocks` names them. After
+        a call that is refused or cancelled there is no such request, and it has no blocks.
 
         Args:
             request_id: id of the request.
@@ -158,7 +160,8 @@ class Embedded:
             max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
             uses_cache: False to compute every token and cache none.
             priority: requests with a higher priority are admitted first.
-            until: state of the request at which the call is done.
+            until: LOADED if the call is done when the cached tokens are loaded, ADMITTED if when
+                the blocks are allocated.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -195,15 +198,18 @@ class Embedded:
         deadline_s: float | None = None,
         sampling: Mapping[str, str] | None = None,
     ) -> Call[Admitted]:
-        """Wait for the ticket of a prompt that another node computes, and load the prompt's blocks.
+        """Wait for a prompt that another node publishes, and load its tokens into device blocks.
+
+        If the prompt cannot be claimed, the call is refused with HandoffError, which has the
+        reason.
 
         Args:
             request_id: id of the request.
-            ticket_id: id under which the other node publishes the prompt.
+            ticket_id: id of the ticket, under which the other node publishes the prompt.
             tokens: the prompt.
             max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
-            policy: with WHOLE, the call fails unless all tokens of the prompt are loaded. With
-                RECOMPUTE, `cached_tokens` may be fewer, and the engine computes the rest.
+            policy: WHOLE needs all tokens of the prompt; with RECOMPUTE `cached_tokens` may be
+                fewer, and the engine computes the rest.
             deadline_s: seconds to wait for the ticket; None for the service's setting.
             sampling: this engine's rules of choosing tokens, as for `publish`. A ticket with other
                 rules is refused as incompatible, and the error names the difference.
@@ -232,8 +238,8 @@ class Embedded:
     def commit(self, request_id: str, tokens: Tokens, *, after: Sequence[Event] = ()) -> Call[None]:
         """Record that the request's blocks have the KV of `tokens`, or will once `after` is done.
 
-        The call is refused with TransferError if a load that the tokens build on failed, which can
-        happen with Until.ADMITTED: then `recover` the request.
+        The call is refused with TransferError if the load of an earlier cached token failed, which
+        can happen with Until.ADMITTED: then call `recover`.
 
         Args:
             request_id: id of the request.
@@ -251,7 +257,7 @@ class Embedded:
     def extend(self, request_id: str, num_tokens: int) -> Call[Admitted]:
         """Allocate blocks for more tokens of a request; the result has the longer block table.
 
-        The call fails with OutOfBlocksError if there is no room and this request is the one to
+        The call is refused with OutOfBlocksError if blocks are short and this is the request to
         preempt.
 
         Args:
@@ -270,15 +276,15 @@ class Embedded:
         return self._in_turn("extend", request_id, work)
 
     def recover(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[Admitted]:
-        """Give a request new blocks after a load failed, and load the tokens that are still cached.
+        """Give a request other blocks after a failed load, and load tokens that are still cached.
 
-        The result names the tokens to compute. Tokens that were not committed are lost. Only a
-        request admitted with Until.ADMITTED needs this call. If the call fails, `abort` the
-        request.
+        The engine computes from the result's `cached_tokens` on; tokens that were not committed are
+        lost. This is only needed with Until.ADMITTED: with Until.LOADED, `admit` does it. If the
+        call is refused, `abort` the request.
 
         Args:
             request_id: id of the request.
-            after: events of the kernels that may still use the old blocks.
+            after: events of the kernels that may still use the blocks that the request had.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -293,7 +299,7 @@ class Embedded:
         return self._in_turn("recover", request_id, work)
 
     def preempt(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Release the device blocks of a request until `resume`.
+        """Release the request's blocks until `resume`.
 
         Committed tokens stay cached if there is room.
 
@@ -312,12 +318,12 @@ class Embedded:
     ) -> Call[Admitted]:
         """Allocate blocks for a preempted request, and load its tokens that are still cached.
 
-        If the call is cancelled, the request stays preempted and can be resumed or aborted.
+        If the call is cancelled, the request stays preempted, and can be resumed again or aborted.
 
         Args:
             request_id: id of the preempted request.
             max_new_tokens: number of tokens beyond the committed ones to reserve blocks for.
-            until: state of the request at which the call is done.
+            until: as for `admit`.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -340,18 +346,18 @@ class Embedded:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
     ) -> Call[Published]:
-        """Store the committed prompt, then a ticket with which another node can claim the prompt.
+        """Store the committed prompt, and a ticket by which another node can claim it.
 
-        `end` may be called at once: it waits until the prompt is stored. The call fails with
-        DuplicateRequestError if there is a valid ticket of this id for another prompt.
+        `end` may be called at once: it waits for the publish. The call is refused with
+        DuplicateRequestError if a ticket of this id for another prompt is still valid.
 
         Args:
             request_id: id of the request.
             ticket_id: id of the ticket.
             first_tokens: the tokens that follow the prompt.
             after: events of the kernels that wrote the blocks.
-            sampling: the rules by which `first_tokens` were chosen, as texts that the claiming
-                engine compares with its own.
+            sampling: the rules by which `first_tokens` were chosen, in the engine's own words. The
+                claimer's rules must be the same texts.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -391,14 +397,14 @@ class Embedded:
         )
 
     def abort(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[bool]:
-        """End the request in any state; its running calls fail with AbortedError.
+        """End the request in any state; its running calls are refused with AbortedError.
 
         Args:
             request_id: id of the request.
             after: events of kernels that may still use the blocks.
 
         Returns:
-            A call with the result False if there was no such request, True otherwise.
+            A call whose result is True if there was such a request.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -412,7 +418,7 @@ class Embedded:
     # The rest
 
     def stats(self) -> Call[Stats]:
-        """Return statistics of the service, its tiers and its store."""
+        """Return a call with statistics of the service, its tiers and its store."""
 
         async def work(service: Service) -> Stats:
             return service.stats()
@@ -420,10 +426,7 @@ class Embedded:
         return self.run("stats", work)
 
     def verify(self) -> Call[list[str]]:
-        """Recount slots, leases and tasks.
-
-        The call's result is a sentence for each fault, [] for none.
-        """
+        """Recount slots, leases and tasks; the call's result has a sentence for each fault."""
 
         async def work(service: Service) -> list[str]:
             return service.verify()
@@ -473,6 +476,7 @@ def _prompt(service: Service, tokens: bytes | Prompt) -> Prompt:
 
 
 def _packed(tokens: Tokens) -> bytes:
+    """Return the tokens as packed bytes; bytes are checked later, on the service's thread."""
     return tokens if isinstance(tokens, bytes) else pack(tokens)
 
 
@@ -516,7 +520,7 @@ def check_integer(**values: int) -> None:
     """Check that named arguments are integers.
 
     Raises:
-        BadRequestError: An argument is not an integer; the error names it.
+        BadRequestError: an argument is not an integer; the error names it.
     """
     for name, value in values.items():
         if not isinstance(value, Integral):
@@ -539,7 +543,7 @@ def check_choice(kind: type[Enum], **values: Enum) -> None:
 
 
 def check_deadline(deadline_s: float | None) -> None:
-    """Check that a deadline is a finite number of seconds of at least 0, or None for the default.
+    """Check that a deadline is None (the default) or a finite number of seconds of at least 0.
 
     Raises:
         BadRequestError: the deadline is another value.
@@ -553,7 +557,7 @@ def check_deadline(deadline_s: float | None) -> None:
 
 
 def events(after: Sequence[Event]) -> tuple[Event, ...]:
-    """Return an immutable copy of the argument `after`, a list or tuple of events.
+    """Return the argument `after`, a list or tuple of events, as a tuple.
 
     Raises:
         BadRequestError: `after` is something else, or an item is not an event.
@@ -567,7 +571,7 @@ def events(after: Sequence[Event]) -> tuple[Event, ...]:
 
 
 def token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """Return a copy of `values` as a tuple of ints.
+    """Return the token ids `values` as a tuple of plain integers.
 
     Args:
         name: name of the argument, for the error.
@@ -587,7 +591,7 @@ def token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 
 def texts(name: str, values: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a copy of a mapping from text to text; {} for None.
+    """Return a copy of a mapping from text to text; empty for None.
 
     Args:
         name: name of the argument, for the error.

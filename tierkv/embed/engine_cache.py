@@ -851,10 +851,7 @@ class EngineCache:
         positions: Sequence[int],
         blocks: array[int],
     ) -> _Part | None:
-        """Reserve host slots for the given blocks of one group.
-
-        Return what to copy, None for nothing.
-        """
+        """Return one group's blocks to copy, with reserved host slots; None if there are none."""
         full = prompt.num_tokens // self.groups[group].block_size
         saved = known.saved.get(group, 0)
         if positions[0] < saved:

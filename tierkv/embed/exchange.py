@@ -1,8 +1,8 @@
 """Calls from an engine's threads to the service's thread: made at once, answered later.
 
 An engine's thread takes no lock and never waits when it makes a call or polls: waiting for a lock
-would cost it the GIL, and up to a switch interval (5 ms) to get the GIL back. Every step below is
-one operation on a dict or deque, which no other thread can interrupt.
+would cost it the GIL for up to 5 ms. Every step below is one operation on a dict or deque, which no
+other thread can interrupt.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Answer(Enum):
 
 
 class Call(Generic[T]):
-    """One call to the service, and later its result. Thread-safe.
+    """One call to the service, and later its result. Any thread may read it.
 
     Attributes:
         number: number of the call in its exchange.
-        kind: name of the method that makes the call.
+        kind: name of the method that made the call.
         request_id: id of the request that the call is about; "" for none.
-        span: tracing context of the caller, under which the work is traced; None without tracing.
+        span: tracing context of the caller; None without tracing.
         answer: state of the call.
-        error: the error of a failed call; None otherwise.
+        error: reason of a refused call; None otherwise.
     """
 
     __slots__ = ("_bell", "_callbacks", "_exchange", "_result", "answer", "error", "kind", "number",
@@ -70,10 +70,10 @@ class Call(Generic[T]):
         return self.answer is not Answer.ASK_AGAIN
 
     def result(self) -> T:
-        """Return the result. `poll` does not return the call after this.
+        """Return the result of a finished call. `poll` does not return this call any more.
 
         Raises:
-            TierKVError: the call failed with this error.
+            TierKVError: the call was refused with this error.
             GateTimeoutError: the call is not done.
         """
         if self.answer is Answer.ASK_AGAIN:
@@ -84,7 +84,7 @@ class Call(Generic[T]):
         return cast("T", self._result)
 
     def wait(self, timeout_s: float) -> T:
-        """Block this thread until the call is done; return its result.
+        """Block this thread until the call is done, and return its result.
 
         The thread must not run an event loop.
 
@@ -93,7 +93,7 @@ class Call(Generic[T]):
 
         Raises:
             GateTimeoutError: the call is not done after `timeout_s` seconds; it continues.
-            TierKVError: the call failed with this error.
+            TierKVError: the call was refused.
         """
         bell = threading.Event()
         self.when_done(bell.set)
@@ -105,12 +105,12 @@ class Call(Generic[T]):
         return self.result()
 
     async def finished(self) -> T:
-        """Wait for the result on the engine's own event loop.
+        """Wait, on the caller's own event loop, until the call is done; return its result.
 
-        If the wait is cancelled, the call continues.
+        Cancelling this wait does not cancel the call.
 
         Raises:
-            TierKVError: the call failed with this error.
+            TierKVError: the call was refused.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -132,14 +132,14 @@ class Call(Generic[T]):
         """Call `wake` once the call is done, at once if it is done already.
 
         Args:
-            wake: called on this thread or on the service's; must be quick and must not raise.
+            wake: must be quick and must not raise. Called on this thread or on the service's.
         """
         self._callbacks.append(wake)
         if self.is_done:
             self.run_callbacks()
 
     def cancel(self) -> None:
-        """Cancel the call, unless it is done, and release everything that it has acquired."""
+        """Cancel the call, unless it is done; everything that it has acquired is released."""
         self._exchange.cancel(self)
 
     def settle(self, result: T | None, error: TierKVError | None) -> None:
@@ -155,7 +155,7 @@ class Call(Generic[T]):
         self.run_callbacks()
 
     def run_callbacks(self) -> None:
-        """Run each callback of `when_done` that has not been run yet."""
+        """Run each callback given to `when_done` once, on the first thread that calls this."""
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()
@@ -171,17 +171,16 @@ Work = Callable[..., Any]
 
 
 class Exchange:
-    """The open calls of an engine: those that run, and finished ones with an unread result.
-
-    With `holds` set, new calls are only collected, and `flush` sends them together. Waking the
-    service's thread takes 30 us. A method that waits for a call flushes first.
+    """The open calls of an engine: calls without an answer, and finished calls not yet collected.
 
     Attributes:
-        failure: error with which new calls fail; None while calls are accepted.
-        holds: True to collect new calls until `flush`.
+        failure: error with which new calls are refused; None while calls are accepted.
+        holds: True to collect new calls until `flush` sends them. The service's thread is then
+            woken once in a step of the engine instead of once for each call (30 us each). A method
+            that waits for a call sends them first.
 
     Args:
-        max_calls: number of open calls beyond which new calls fail.
+        max_calls: number of open calls beyond which new calls are refused.
         wake: makes the service's thread call `pop_work`; must not block.
     """
 
@@ -200,10 +199,10 @@ class Exchange:
     # The engine's side
 
     def submit(self, kind: str, request_id: str, work: Work) -> Call[Any]:
-        """Make a call.
+        """Make a call and return it.
 
-        If too many calls are open or the service has ended, the call fails at once, and `poll`
-        never returns it.
+        If too many calls are open or the service has ended, the returned call is refused already,
+        and `poll` does not return it.
 
         Args:
             kind: name of the method that makes the call.
@@ -232,14 +231,14 @@ class Exchange:
         return call
 
     def flush(self) -> None:
-        """Wake the service's thread if there are calls to start or to cancel."""
+        """Wake the service's thread if calls or cancellations wait for it."""
         if self._inbox or self._cancels:
             self._wake()
 
     def poll(self) -> list[Call[Any]]:
-        """Return each finished call once, except calls whose `result` was read. Never blocks.
+        """Return the calls that have finished since the last poll, in the order of their ends.
 
-        The calls are in the order in which they finished.
+        Calls whose result was read are not among them. Never blocks.
         """
         if not self._finished:
             return []
@@ -262,7 +261,7 @@ class Exchange:
                 return False
 
     def pop(self, call: Call[Any]) -> None:
-        """Remove a finished call whose result was read, so that `poll` does not return it."""
+        """Remove a finished call, so that `poll` does not return it."""
         self._finished.pop(call.number, None)
 
     def cancel(self, call: Call[Any]) -> None:
@@ -294,7 +293,7 @@ class Exchange:
         Args:
             call: the call to answer.
             result: the result, if the call succeeded.
-            error: the error of a failed call; None for success.
+            error: the reason if the call is refused; None for success.
         """
         if self._pending.pop(call.number, None) is None:
             return
@@ -312,9 +311,9 @@ class Exchange:
             self.failure = error
 
     def fail(self, error: TierKVError) -> None:
-        """Make every running call and every new call fail with `error`.
+        """Refuse with `error` every call without an answer, and every later call.
 
-        After `refuse`, new calls still fail with the error given to `refuse`.
+        If `refuse` was called before, later calls keep its error.
         """
         self.refuse(error)
         for call in self.pending():
@@ -322,9 +321,9 @@ class Exchange:
         self._bell.set()
 
     def fork(self, error: TierKVError) -> None:
-        """Make all calls fail in a forked child process, which has no service thread.
+        """Refuse all calls in a forked child process, which has no service thread.
 
-        No lock is used, because a thread of the parent process may have held it at the fork.
+        No lock is acquired, because a thread of the parent process may have held it at the fork.
         """
         self.failure = error
         for call in self.pending():

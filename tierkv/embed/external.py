@@ -774,10 +774,7 @@ class _Engine:
         return _packed(result, self._numbers)
 
     async def _reserve(self, counts: Sequence[int]) -> list[Any]:
-        """Reserve slots for saves.
-
-        Return them by cache group, with the numbers that are allowed now.
-        """
+        """Return by group the slots for saves, and the number that the engine may now have."""
         before, self._allowed = self._allowed, self._share()
         parts = zip(counts, before, self._allowed, strict=True)
         found = await self._side.reserve([count + now - then for count, then, now in parts])

@@ -1,8 +1,8 @@
 """The blocks of one cache group on the host and in storage, found by key.
 
-The radix tree of the index has only the blocks of the first group of full attention; every other
-group (sliding windows, recurrent states, further full attention) has a tier of this kind. All code
-here runs on the service's event loop.
+The index (a radix tree) has only the blocks of the first group of full attention. Every other group
+(sliding windows, recurrent states, further full attention) has a tier of this kind. All code here
+runs on the service's event loop.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MAX_KNOWN = 64  # number of prompts with remembered keys
 
 
 def group_fingerprint(whole: Fingerprint, number: int, group: CacheGroup) -> Fingerprint:
-    """Return the identity of one cache group's blocks, from which their keys are made.
+    """Return the fingerprint of one cache group, from which the keys of its blocks are made.
 
     Args:
         whole: the engine's fingerprint.
         number: number of the group.
-        group: the group, whose layout replaces the engine's.
+        group: the group; its layout replaces that of `whole`.
     """
     return replace(whole, layout=group.layout, group=str(number))
 
@@ -53,15 +53,15 @@ class GroupLookup:
     Attributes:
         prompt: the prompt, cut into blocks of the group's size.
         keys: key of each block.
-        asked: positions of blocks that storage was asked for.
-        tails_asked: positions at which storage was asked for partial blocks with the same
-            beginning.
-        stored: by position, the key of a block that storage has, and the number of the prompt's
-            tokens that it serves.
+        asked: positions of blocks that were looked up in storage.
+        tails_asked: positions at which partial blocks with the same first tokens were looked up in
+            storage.
+        stored: by position, the key of a block in storage, and the number of the prompt's tokens
+            for which it has KV.
         lost: keys of blocks that storage has listed but did not return.
-        problem: reason why storage is not asked any more; None while it is.
-        held: blocks that the lookup keeps from eviction.
-        round: number of times that held blocks were released.
+        problem: reason why nothing more is looked up in storage; None while storage is used.
+        held: blocks that the lookup protects from eviction.
+        round: number of times that these blocks were released.
     """
 
     prompt: Prompt
@@ -80,7 +80,7 @@ class GroupLookup:
 
 
 class _UnknownError(Exception):
-    """Storage must be asked for the block at a position before the lookup can go on.
+    """A block must be looked up in storage before the prompt's usable length is known.
 
     Args:
         position: position of the block in the prompt.
@@ -92,7 +92,7 @@ class _UnknownError(Exception):
 
 
 class _Asked(Enum):
-    """The number of tokens that a block counts if storage has not been asked for it."""
+    """What a block that was not looked up in storage counts as, in tokens."""
 
     HOST_ALONE = "host"  # storage does not count at all
     HOPES = "hopes"  # all of the block
@@ -100,15 +100,15 @@ class _Asked(Enum):
 
 
 class _Valid:
-    """Number of usable tokens of the block at each position, computed when it is read.
+    """Number of usable tokens of the block at each position, computed only when it is read.
 
-    A rule of a window or a state reads only the last positions.
+    For a sliding window or a state only the last positions are read.
 
     Args:
         tier: the cache group's tier.
         lookup: the lookup.
         limit: number of the prompt's tokens to consider.
-        unknown: what counts for blocks that storage has not been asked for.
+        unknown: what a block counts as that was not looked up in storage.
     """
 
     def __init__(self, tier: GroupTier, lookup: GroupLookup, limit: int, unknown: _Asked) -> None:
@@ -174,7 +174,7 @@ class GroupTier:
     def begin_lookup(self, prompt: Prompt) -> GroupLookup:
         """Return a new lookup of `prompt` in this group, with the keys of its blocks.
 
-        The keys of recent prompts are remembered.
+        The keys of recent prompts are not computed again.
         """
         known = self._known.get(id(prompt))  # it is not made anew for each chunk that is saved
         if known is None:
@@ -191,9 +191,9 @@ class GroupTier:
         return GroupLookup(cut, keys)
 
     def valid(self, lookup: GroupLookup, limit: int) -> TokensAt:
-        """Return the number of tokens that the host has of each of the prompt's blocks.
+        """Return by position the number of tokens that the host has of the prompt's block.
 
-        See `CacheGroup.longest`, which reads the result.
+        `CacheGroup.longest` computes from it how many tokens are usable.
 
         Args:
             lookup: the lookup.
@@ -202,14 +202,14 @@ class GroupTier:
         return _Valid(self, lookup, limit, _Asked.HOST_ALONE)
 
     def here(self, lookup: GroupLookup, at: int) -> tuple[FlatBlock | None, int]:
-        """Return the host block with the most leading tokens of the prompt's block at a position.
+        """Return the host block that shares most leading tokens with the prompt's block at `at`.
 
         Args:
             lookup: the lookup.
             at: position of the block in the prompt.
 
         Returns:
-            The host block, None without one, and the number of tokens that it serves.
+            The host block, or None, and the number of shared tokens.
         """
         key = lookup.keys[at]
         block = self.blocks.get(key.digest)
@@ -221,14 +221,14 @@ class GroupTier:
         return None, 0
 
     async def longest(self, lookup: GroupLookup, limit: int) -> int:
-        """Return the longest beginning of the prompt that host and storage have in this group.
+        """Return how many leading tokens of the prompt are usable from host and storage.
 
-        Blocks that storage has not been asked for yet count as present: see `to_ask`. Partial
-        blocks in storage are looked up here.
+        Blocks that were not looked up in storage yet count as present (`to_ask` lists them).
+        Partial blocks are looked up in storage here.
 
         Args:
             lookup: the lookup.
-            limit: largest length, in tokens.
+            limit: largest result, in tokens.
         """
         size = self.group.block_size
         while True:
@@ -238,13 +238,13 @@ class GroupTier:
                 return length
 
     def to_ask(self, lookup: GroupLookup, limit: int, max_asked: int) -> list[int]:
-        """Return the positions that storage must be asked for, if `limit` tokens are to be usable.
+        """Return the positions to look up in storage to find out if `limit` tokens are usable.
 
         Args:
-            lookup: the lookup so far; [] is returned if its answers are enough.
+            lookup: the lookup so far; the result is [] if nothing more need be looked up.
             limit: number of leading tokens of the prompt.
             max_asked: number of positions to return; more if the group's rule needs more. For a
-                window or a state these are the positions up to `limit`.
+                window or a state these are the last positions up to `limit`.
         """
         try:
             self.group.longest(limit, _Valid(self, lookup, limit, _Asked.RAISES))
@@ -258,7 +258,7 @@ class GroupTier:
         return list(range(max(at + 1 - count, 0), at + 1))
 
     def missing(self, lookup: GroupLookup, positions: Sequence[int]) -> list[int]:
-        """Return the `positions` at which the host does not have the whole block.
+        """Return those of `positions` at which the host does not have the whole block.
 
         Args:
             lookup: the lookup.
@@ -269,11 +269,11 @@ class GroupTier:
     def note_answer(
         self, lookup: GroupLookup, missing: Sequence[int], there: Sequence[bool]
     ) -> None:
-        """Record storage's answer about blocks.
+        """Record in `lookup` which blocks storage has.
 
         Args:
-            lookup: the lookup, which gets the answer.
-            missing: positions of the blocks that storage was asked for.
+            lookup: the lookup.
+            missing: positions of the blocks that were looked up.
             there: for each of them, True if storage has the block.
         """
         for at, is_there in zip(missing, there, strict=True):
@@ -282,14 +282,9 @@ class GroupTier:
                 lookup.stored[at] = (key, key.num_tokens)
 
     async def _asks_for_tail(self, lookup: GroupLookup, at: int) -> bool:
-        """Ask storage for a partial block that has the same first tokens as the block at `at`.
+        """Look up in storage a partial block with the first tokens of the block at `at`.
 
-        Args:
-            lookup: the lookup, which gets the answer.
-            at: position of the block in the prompt.
-
-        Returns:
-            True if a partial block serves more tokens than the host has.
+        Return True if it has more of these tokens than the host has.
         """
         if (
             not self.group.has_prefixes
@@ -315,13 +310,11 @@ class GroupTier:
     # Bringing and holding
 
     def hold(self, lookup: GroupLookup, num_tokens: int) -> tuple[int, list[FlatBlock]]:
-        """Keep the blocks that the first `num_tokens` tokens need from eviction.
-
-        All are on the host.
+        """Protect the host blocks that the first `num_tokens` tokens need from eviction.
 
         Args:
-            lookup: the lookup.
-            num_tokens: a number of tokens that `valid` allows.
+            lookup: the lookup; `release` ends the protection.
+            num_tokens: a number of tokens that is usable from the host alone.
 
         Returns:
             The position of the first of these blocks, and the blocks.
@@ -339,16 +332,18 @@ class GroupTier:
         return needed.start, blocks
 
     def release(self, lookup: GroupLookup) -> None:
-        """Release the blocks that the lookup keeps from eviction."""
+        """End the lookup's protection of blocks from eviction."""
         lookup.round += 1
         held, lookup.held = lookup.held, []
         self.blocks.release(held)
 
     async def bring(self, lookup: GroupLookup, num_tokens: int) -> str | None:
-        """Fetch stored blocks that the first `num_tokens` tokens need, and hold all needed blocks.
+        """Fetch the stored blocks that the first `num_tokens` tokens need to the host.
+
+        All blocks that these tokens need are protected from eviction until `release`.
 
         Args:
-            lookup: the lookup, which keeps the blocks from eviction until `release`.
+            lookup: the lookup.
             num_tokens: number of leading tokens of the prompt.
 
         Returns:
@@ -440,7 +435,7 @@ class GroupTier:
     def keep(
         self, prompt: Prompt, positions: Sequence[int], slots: Sequence[int]
     ) -> tuple[int, tuple[int, ...]]:
-        """Make copied blocks of `prompt` findable by lookups.
+        """Let lookups find blocks of `prompt` that were copied to the host.
 
         Args:
             prompt: the prompt of the blocks.
@@ -448,7 +443,8 @@ class GroupTier:
             slots: host slot of each block.
 
         Returns:
-            The number of these blocks, and the slots of blocks that the host had already.
+            The number of these blocks, and the slots of those that the host had already: the caller
+                frees these slots.
         """
         lookup, unused = self.begin_lookup(prompt), []
         pairs = list(zip(positions, slots, strict=True))
@@ -467,10 +463,9 @@ class GroupTier:
     # Storing
 
     def _write_down(self, block: FlatBlock) -> None:
-        """Store a block, if the write policy says that it is due by now.
+        """Store a block if the write policy says so; with write-back too, at once.
 
-        With write-back, a block is due at once instead of at its eviction, because evictions here
-        do not wait for a store.
+        Write-back stores at eviction elsewhere, but evictions in this tier do not wait for a store.
         """
         is_due = self._rule.writes_now(block.hits) or self._rule.policy is WritePolicy.WRITE_BACK
         if is_due and not block.is_stored and self.storage is not None:
@@ -516,7 +511,7 @@ class GroupTier:
         """Store those of the given blocks that storage does not have.
 
         Args:
-            blocks: blocks that the caller keeps from eviction.
+            blocks: blocks that the caller protects from eviction.
 
         Raises:
             StoreUnavailableError: a block was not stored.
@@ -539,7 +534,7 @@ class GroupTier:
         """Recount the group's blocks; return a sentence for each fault. No copy may be running.
 
         Args:
-            num_holds: number of blocks that promises hold in this group.
+            num_holds: number of blocks that found prompts protect from eviction in this group.
         """
         wrong = self.blocks.findings()
         if self._coming or self._is_storing:
@@ -554,7 +549,7 @@ class GroupTier:
         self._publish(CacheEventKind.EVICTED, block)
 
     def runs(self) -> list[BlockRun]:
-        """Return all blocks of the group as runs of one block each, for events."""
+        """Return each block of the group as a `BlockRun` of one block, for events."""
         return [_run(block, self.number) for block in self.blocks]
 
     def _publish(self, what: CacheEventKind, block: FlatBlock) -> None:

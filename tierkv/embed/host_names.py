@@ -1,4 +1,4 @@
-"""The engine's names of blocks on the host, which the engine's thread can read without a call."""
+"""The engine's names of blocks on the host; the engine's thread reads them without a call."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tierkv.sched.events import CacheEvent, CacheEventKind, ExternalId
 
 
 class HostNames:
-    """Names of the blocks of one cache group that lookups find on the host.
+    """The engine's names of those blocks of one cache group that lookups find on the host.
 
-    The service's thread writes. Any thread may read: each read is one operation on a dict, which no
-    other thread can interrupt. An answer is advice only, since blocks may come and go right after.
+    Only the service's thread writes. Any thread may read. Blocks come and go meanwhile, so an
+    answer may be outdated at once.
 
     Args:
-        group: number of the cache group; must be the group in the index, in which a prompt's blocks
-            on the host have no gaps.
+        group: number of the cache group; must be the group of the index (a prompt's blocks on the
+            host have no gaps there).
     """
 
     wants_tokens = False
@@ -34,11 +34,11 @@ class HostNames:
 
     @property
     def digests(self) -> set[bytes]:
-        """The keys of the named blocks, for `verify`."""
+        """The keys of all host blocks that the engine has given a name."""
         return set(self._names)
 
     def put(self, event: CacheEvent) -> None:
-        """See `EventListener.put`. Events of stored and evicted host blocks change the names."""
+        """Add the names of stored host blocks, and remove those of evicted ones."""
         if event.tier != "host" or event.group != self._group:
             return
         if event.kind is CacheEventKind.STORED:
@@ -50,11 +50,11 @@ class HostNames:
                     del self._digests[name]
 
     def add(self, digests: Iterable[bytes], names: Iterable[ExternalId | None]) -> None:
-        """Add blocks that are on the host.
+        """Add names of blocks that are on the host.
 
         Args:
             digests: key of each block.
-            names: the engine's name of each block; blocks with None are left out.
+            names: the engine's name of each block; None for a block without a name.
         """
         for digest, name in zip(digests, names, strict=False):
             if name is not None:
@@ -62,17 +62,17 @@ class HostNames:
                 self._digests[name] = digest
 
     def clear(self) -> None:
-        """Forget all names."""
+        """Remove all names."""
         self._names.clear()
         self._digests.clear()
 
 
 def num_leading(names: Sequence[ExternalId], is_there: Callable[[ExternalId], bool]) -> int:
-    """Return the number of a prompt's leading blocks that are present.
+    """Return the number of a prompt's leading blocks that are present, by binary search.
 
     Args:
         names: the engine's names of the prompt's blocks, from the first on. If a block is present,
-            all blocks before it are.
+            all blocks before it must be.
         is_there: returns True if the block of a name is present.
     """
     return bisect_left(range(len(names)), 1, key=lambda at: not is_there(names[at]))

@@ -1,9 +1,9 @@
-"""The service's side of an `EngineCache`: promises on the host tier, slots for saves, tickets.
+"""The service's side of an `EngineCache`: blocks found for loads, slots for saves, tickets.
 
-A promise is a set of host blocks that are held for one request until the engine has loaded them.
-All code here runs on the service's event loop. The engine's layers form cache groups (layers with
-the same layout and the same rule of which blocks are needed). Blocks of the first group of full
-attention are in the service's index; each other group has a `GroupTier`.
+A promise is a set of host blocks that are protected from eviction for one request until the engine
+has loaded them. All code here runs on the service's event loop. The engine's layers form cache
+groups (layers with the same layout and the same rule of which blocks are needed). Blocks of the
+first group of full attention are in the service's index; each other group has a `GroupTier`.
 """
 
 from __future__ import annotations
@@ -80,11 +80,12 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Limits of an engine's host tier.
 
     Attributes:
-        max_promised: share of host slots that lookups may hold for requests that have not loaded
-            yet.
-        promise_ttl_s: seconds that found blocks are held for a load.
-        save_blocks: number of host slots kept ready for saves.
-        event_tokens: events carry the tokens of blocks, which are the content of prompts.
+        max_promised: largest share of the host slots (0 to 1) with blocks that lookups have found
+            and the engine has not loaded yet.
+        promise_ttl_s: seconds for which found blocks are protected from eviction.
+        save_blocks: number of free host slots kept ready for saves.
+        event_tokens: true to put the tokens of blocks, which are the content of prompts, into
+            events.
     """
 
     max_promised: float = 0.5
@@ -103,9 +104,10 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 def whole_fingerprint(fingerprint: Fingerprint, groups: Sequence[CacheGroup]) -> Fingerprint:
-    """Return the fingerprint of an engine, extended by a description of its cache groups.
+    """Return an engine's fingerprint, extended by a description of its cache groups.
 
-    Engines share blocks only if both agree. With one group of full attention it is unchanged.
+    Engines share blocks only if the results are equal. With one group of full attention, the result
+    is `fingerprint`.
 
     Args:
         fingerprint: the engine's fingerprint.
@@ -118,7 +120,7 @@ def whole_fingerprint(fingerprint: Fingerprint, groups: Sequence[CacheGroup]) ->
 
 @dataclass(frozen=True, slots=True)
 class HostSizes:
-    """The cache groups that a host tier is made for, and the number of host slots of each.
+    """The cache groups of a host tier, and the number of host slots of each.
 
     Attributes:
         fingerprint: the engine's fingerprint, extended by its groups.
@@ -191,10 +193,7 @@ class HostSizes:
 
     @property
     def indexed(self) -> int | None:
-        """Number of the cache group with blocks in the service's index.
-
-        The value is None if no cache group is of full attention.
-        """
+        """Number of the cache group whose blocks are in the index; None without full attention."""
         return self.main if self.groups[self.main].kind is GroupKind.FULL else None
 
     def settings(self, cache: CacheSettings) -> CacheSettings:
@@ -209,9 +208,9 @@ class HostSizes:
         )
 
     def max_reserved(self, settings: EngineCacheSettings, num_engines: int = 1) -> list[int]:
-        """Return by group the largest number of host slots that one engine has ready for saves.
+        """Return by group the largest number of free host slots kept ready for one engine's saves.
 
-        All engines together have at most a quarter of the slots ready.
+        For all engines together, these are at most a quarter of the slots.
 
         Args:
             settings: the limit of one engine.
@@ -244,21 +243,22 @@ class HeldRun:
 
 @dataclass(slots=True, eq=False)
 class HostPromise:
-    """Leading tokens of a prompt on the host, held for one request until it has loaded them.
+    """Leading tokens of a prompt on the host, protected from eviction until they are loaded.
 
     Attributes:
         num_tokens: number of these tokens.
         parts: by cache group, host slots of the blocks that the tokens need; the last block may be
             partial.
-        lease: the reference that keeps the index's blocks from eviction.
-        held: by cache group outside the index, the held blocks.
+        lease: the reference that protects the index's blocks from eviction.
+        held: by cache group outside the index, the protected blocks.
         ticket: the ticket that was claimed; None without one.
         problem: reason why there are not more tokens; None if nothing went wrong.
         storage_tokens: number of tokens that were fetched from storage for this promise.
-        num_blocks: by cache group, the blocks that count against the limit of all promises.
+        num_blocks: by cache group, the number of blocks that count against the limit of all
+            promises.
         timer: ends the promise when it expires.
-        owner: has one entry while the promise holds blocks. Code that ends the promise removes the
-            entry first, which only one thread or task can.
+        owner: has one entry while the promise protects blocks. Code that ends the promise removes
+            the entry first, which only one thread or task can.
     """
 
     num_tokens: int
@@ -282,9 +282,9 @@ class HostPromise:
         return not self.owner
 
     def claim(self) -> bool:
-        """End the promise; return False if another thread or task has ended it before.
+        """End the promise; return False if it had ended before.
 
-        The caller that gets True must release the blocks.
+        After True, the caller must release the blocks.
         """
         if not self.owner:  # mostly; an error costs as much as all of a lookup
             return False
@@ -332,8 +332,8 @@ class Kept:
 
     Attributes:
         num_blocks: by prompt, the number of blocks that lookups find now.
-        unused: by cache group, host slots that were not needed, since their blocks were there
-            already or cannot be kept.
+        unused: by cache group, host slots that are free again: their blocks were on the host
+            already, or were refused.
     """
 
     num_blocks: tuple[int, ...]
@@ -346,7 +346,7 @@ class _Planned(NamedTuple):
     Attributes:
         num_tokens: number of its tokens.
         problem: reason why it is not longer; None if nothing went wrong.
-        known: storage's answer about blocks of the index's group; None if there is none.
+        known: which blocks of the indexed group storage has; None if they were not looked up.
     """
 
     num_tokens: int
@@ -360,13 +360,13 @@ class _Bringing:
 
     Attributes:
         budget: the time that the lookup may wait for storage.
-        promise: the promise to fill; None once it holds the blocks, or its request continues
+        promise: the promise to fill; None once it has its blocks, or once its request continues
             without them.
-        is_timed: True if all groups are timed together here; False if the fetch of the only group
-            is timed by itself.
+        is_timed: True if the fetches of all groups are timed together here; False if the fetch of
+            the only group times itself.
         here: number of leading tokens that the host had before.
         is_try: True if the blocks are fetched to measure the speed of storage.
-        is_late: True if the request continues without the blocks, and the fetch goes on.
+        is_late: True if the request continues without the blocks while they are still fetched.
         has_answered: True if storage has answered which blocks it has.
         transfer: the measured transfer of the blocks that storage has; None before the answer.
     """
@@ -382,9 +382,9 @@ class _Bringing:
 
 
 class HostSide:
-    """The service's side of an engine's cache; `EngineCache` calls it.
+    """The service's side of an engine's cache. `EngineCache` calls its methods.
 
-    Must be made on the service's loop.
+    Construct it on the service's loop.
 
     Args:
         service: a running service, made with `sizes`, which has the index, the host slots and the
@@ -501,7 +501,6 @@ class HostSide:
         return promise
 
     def _max_needed(self, prompt: Prompt) -> list[int]:
-        """Return by group the largest number of blocks that a promise of the prompt can hold."""
         most = []
         for group in self._groups:
             whole = group.needed(prompt.num_tokens)
@@ -513,16 +512,9 @@ class HostSide:
     async def _ticket(
         self, ticket_id: str, prompt: Prompt, budget: Budget, deadline_s: float
     ) -> tuple[Ticket, Sequence[StoredKey]]:
-        """Wait for the ticket; return it with the keys of the prompt's blocks.
+        """Wait for the ticket of `prompt`; return it with the keys of the prompt's blocks.
 
-        Args:
-            ticket_id: id of the ticket.
-            prompt: the prompt that the ticket must be for.
-            budget: the time that the lookup may wait.
-            deadline_s: seconds until the wait ends.
-
-        Raises:
-            HandoffError: the ticket does not come; the engine then computes the prompt.
+        HandoffError is raised if there is no such ticket within `deadline_s` seconds or the budget.
         """
         handoff = self._service.require_handoff()
         try:
@@ -541,16 +533,16 @@ class HostSide:
             raise
 
     async def _bring_ahead(self, prompt: Prompt) -> bool:
-        """Fetch the index's blocks of `prompt` before its ticket comes; return True if all came."""
+        """Fetch the indexed blocks of `prompt` before its ticket comes; return True if all came."""
         step_s = self._service.settings.fetch_deadline_s
         bringing = _Bringing(Budget(step_s, step_s=step_s))
         async with self._fetched(prompt, (), bringing) as problem:
             return problem is None
 
     async def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record the speed of a prefill, which decides between fetching and computing.
+        """Record the engine's speed.
 
-        See `Service.note_prefill`.
+        Later lookups compare the time of fetching with that of computing.
         """
         self._service.note_prefill(num_tokens, seconds)
 
@@ -565,13 +557,6 @@ class HostSide:
         """Find the largest number of tokens, at most `bound`, that every group has.
 
         Host and storage count together; storage is asked once for all groups.
-
-        Args:
-            prompt: the prompt to look up.
-            lookups: the blocks that each cache group has on the host, by number of the cache group.
-            bound: largest number of tokens.
-            num_promised: number of leading blocks of the index's group that a ticket lists as
-                stored; storage is not asked for these.
         """
         if self._main is None:
             await self._ask(lookups, self._first_asked(lookups, bound))
@@ -597,14 +582,10 @@ class HostSide:
         return _Planned(length, problem or _problem_of(lookups), None if problem else known)
 
     def _first_asked(self, lookups: dict[int, GroupLookup], bound: int) -> dict[int, Sequence[int]]:
-        """Return by cache group the positions of the blocks in the first lookup in storage.
+        """Return by cache group the positions of the blocks to look up in storage first.
 
-        If there is a group of full attention and the prompt is short, these are all blocks, so that
-        no second lookup is needed.
-
-        Args:
-            lookups: by number of the cache group, the lookup so far.
-            bound: number of tokens to look up.
+        For a short prompt and a group of full attention these are all blocks, so that no second
+        lookup is needed.
         """
         tiers = {n: self._tiers[n] for n in lookups if self._tiers[n].storage is not None}
         whole = {n: range(-(-bound // tier.group.block_size)) for n, tier in tiers.items()}
@@ -615,13 +596,9 @@ class HostSide:
     async def _ask(
         self, lookups: dict[int, GroupLookup], wanted: Mapping[int, Sequence[int]]
     ) -> None:
-        """Ask storage once, for all groups, which of the wanted blocks it has.
+        """Look up the `wanted` blocks of all groups in storage in one batch; record the answers.
 
-        Answers are recorded in `lookups`; blocks that were asked for before are left out.
-
-        Args:
-            lookups: by number of the cache group, the lookup so far.
-            wanted: by number of the cache group, positions of the blocks.
+        Blocks that were looked up before are skipped.
         """
         missing: dict[int, list[int]] = {}
         for number, positions in wanted.items():
@@ -650,10 +627,6 @@ class HostSide:
         """Return the longest beginning that host and storage have in all groups outside the index.
 
         Storage is asked for all groups at once, in batches that grow.
-
-        Args:
-            lookups: by number of the cache group, the lookup so far.
-            bound: largest length, in tokens.
         """
         length, most = bound, _MIN_ASKED
         while True:
@@ -673,12 +646,7 @@ class HostSide:
             most *= _MORE_ASKED
 
     def _longest_here(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return the longest beginning that the host alone has in all groups outside the index.
-
-        Args:
-            lookups: by number of the cache group, the lookup so far.
-            bound: largest length, in tokens.
-        """
+        """Return how many tokens, up to `bound`, the host has in all groups but the indexed one."""
         valid = [
             (self._groups[number], self._tiers[number].valid(lookup, bound))
             for number, lookup in lookups.items()
@@ -688,19 +656,11 @@ class HostSide:
     async def _bring_all_groups(
         self, prompt: Prompt, keys: Sequence[StoredKey], bringing: _Bringing, bound: int
     ) -> str | None:
-        """Fetch missing blocks as `_brought` does, if that seems to be faster than computing.
+        """Fetch missing blocks with `_brought`, if this seems to be faster than computing.
 
-        The wait ends with the budget. If the request may compute then, the fetch goes on without
-        it, which measures the speed of storage.
-
-        Args:
-            prompt: the prompt to look up.
-            keys: keys of the blocks that a ticket lists; () without a ticket.
-            bringing: the state of the fetch.
-            bound: largest number of tokens to hold.
-
-        Returns:
-            Reason why it is not the whole prompt; None if nothing went wrong.
+        Return the reason why the whole prompt is not there; None if nothing went wrong. The wait
+        ends with the budget. If the request may compute then, the fetch continues without it, to
+        measure the speed of storage.
         """
         service, budget, promise = self._service, bringing.budget, bringing.promise
         assert promise is not None, "its request waits"
@@ -753,16 +713,9 @@ class HostSide:
         bound: int,
         answered: asyncio.Future[str | None],
     ) -> None:
-        """Fetch missing blocks as `_brought` does, and measure the speed of storage.
+        """Fetch missing blocks with `_brought`, measure the speed of storage, and set `answered`.
 
         If the request may compute, the fetch ends at `cache.fetch_deadline_s`.
-
-        Args:
-            prompt: the prompt to look up.
-            keys: keys of the blocks that a ticket lists; () without a ticket.
-            bringing: the state of the fetch.
-            bound: largest number of tokens to hold.
-            answered: gets the reason why it is not the whole prompt; None if nothing went wrong.
         """
         service, time = self._service, asyncio.get_running_loop().time
         tier, began_at = service.estimator.tier, time()
@@ -782,7 +735,7 @@ class HostSide:
         _answer(answered, problem)
 
     def _all_here(self, prompt: Prompt, bound: int) -> int:
-        """Return the longest beginning, up to `bound` tokens, that the host has in every group."""
+        """Return how many leading tokens, up to `bound`, the host has in every group."""
         return self._longest_here(
             self._begin_lookups(prompt), self._on_host(prompt, bound).num_tokens
         )
@@ -794,21 +747,10 @@ class HostSide:
         bringing: _Bringing,
         bound: int,
     ) -> str | None:
-        """Fetch missing blocks.
+        """Fetch missing blocks; return the reason why one did not arrive, or None.
 
-        If the request still waits, hold the longest beginning for its promise.
-
-        A block that storage has listed but lost meanwhile makes the beginning shorter, and is not
-        asked for again.
-
-        Args:
-            prompt: the prompt to look up.
-            keys: keys of the blocks that a ticket lists; () without a ticket.
-            bringing: the state of the fetch.
-            bound: largest number of tokens to hold.
-
-        Returns:
-            Reason why a block did not arrive; None if all did.
+        If the request still waits, the blocks that are there are protected for its promise. A block
+        that storage has listed but lost since then is not asked for again.
         """
         lookups, problem, estimator = self._begin_lookups(prompt), None, self._service.estimator
         time = asyncio.get_running_loop().time
@@ -849,13 +791,7 @@ class HostSide:
         return problem
 
     def _note_answer(self, bringing: _Bringing, num_tokens: int, seconds: float) -> None:
-        """Record storage's answer to a lookup, and start measuring the transfer of its blocks.
-
-        Args:
-            bringing: the state of the fetch.
-            num_tokens: number of tokens that storage has beyond the host.
-            seconds: time that the answer took.
-        """
+        """Record that storage has `num_tokens` tokens more, and start timing their transfer."""
         estimator = self._service.estimator
         estimator.tier.note_answer(seconds, has_found=num_tokens > 0)
         if num_tokens > 0:
@@ -873,16 +809,10 @@ class HostSide:
         bringing: _Bringing,
         known: Beyond | None = None,
     ) -> AsyncIterator[GetOutcome | None]:
-        """Fetch a prompt's blocks of the index's group, and keep them on the host during the body.
+        """Fetch a prompt's indexed blocks, and protect them from eviction during the body.
 
-        The body gets the reason why not all of them arrived; None if they did. The promise records
-        the number of fetched tokens.
-
-        Args:
-            prompt: the prompt to look up.
-            keys: keys of the blocks that a ticket lists; () without a ticket.
-            bringing: the budget and the promise.
-            known: storage's answer about these blocks; None if it was not asked.
+        The body gets the outcome of a block that did not arrive; None if all did. The promise
+        records the number of fetched tokens.
         """
         service = self._service
         if service.tiers.copies.storage is None or self._main is None or not prompt.num_tokens:
@@ -927,9 +857,9 @@ class HostSide:
     def _hold(
         self, prompt: Prompt, lookups: dict[int, GroupLookup], promise: HostPromise, num_tokens: int
     ) -> None:
-        """Hold for `promise` the first `num_tokens` tokens, which the host has in every group.
+        """Protect the first `num_tokens` tokens, which the host has in every group, for `promise`.
 
-        The method has no await, so that no block can be evicted between check and hold.
+        The method has no await, so that no block can be evicted between check and protection.
         """
         promise.num_tokens = num_tokens
         promise.parts = [HeldRun(0, array("i")) for _ in self._groups]
@@ -948,12 +878,9 @@ class HostSide:
 
     @asynccontextmanager
     async def _room(self, num_blocks: list[int]) -> AsyncIterator[HostPromise]:
-        """Wait until the limit of held blocks allows another promise, and provide it to the body.
+        """Wait until the limit of protected blocks allows `num_blocks` more; provide a new promise.
 
-        Waiting calls are served in order. If the body fails, the promise is released.
-
-        Args:
-            num_blocks: by cache group, the number of blocks that the promise may hold.
+        Waiting calls continue in order. If the body fails, the promise is released.
         """
         promise = HostPromise(0)
         async with self._turn:
@@ -987,12 +914,12 @@ class HostSide:
         """Release the host blocks of a promise that the request does not load.
 
         Args:
-            promise: the promise; its `take` must have returned True.
+            promise: the promise; its `claim` must have returned True.
         """
         self._release(promise)
 
     async def loaded(self, promise: HostPromise, failed: Sequence[Sequence[int]]) -> None:
-        """Release a promise after its load.
+        """Release the host blocks of a promise after its load.
 
         If the whole prompt of a ticket was loaded, the ticket is acknowledged to its publisher.
 
@@ -1060,10 +987,10 @@ class HostSide:
         return found
 
     async def keep(self, saves: Sequence[tuple[Prompt, Sequence[Copied]]]) -> Kept:
-        """Make copied blocks findable by lookups.
+        """Let lookups find blocks that were copied to the host.
 
-        A block is not kept if the block before it in the index was evicted meanwhile, or if cached
-        content was deleted after its slot was reserved, since its bytes may be of before.
+        A block is refused if the block before it in the index was evicted since, or if the cache
+        was emptied after its slot was reserved.
 
         Args:
             saves: each prompt with its copied blocks.
@@ -1090,7 +1017,7 @@ class HostSide:
         return Kept(tuple(num_blocks), tuple(map(tuple, unused)))
 
     def _are_of_old(self, copied: Sequence[Copied]) -> bool:
-        """Return True if cached content was deleted after one of these slots was reserved."""
+        """Return True if the cache was emptied after one of these slots was reserved."""
         generation, is_of_old = self._service.deletions.generation, False
         for some in copied:
             for slot in some.slots:
@@ -1133,14 +1060,7 @@ class HostSide:
         positions: Iterable[int],
         names: Sequence[ExternalId | None],
     ) -> None:
-        """Record the engine's names of blocks, for events about these blocks.
-
-        Args:
-            prompt: the prompt of the blocks.
-            group: number of their cache group.
-            positions: position of each block in the prompt.
-            names: the engine's name of each block; None for no name.
-        """
+        """Record the engine's names of blocks, for events about these blocks."""
         if not names:
             return
         if group == self._main:
@@ -1175,7 +1095,7 @@ class HostSide:
             await asyncio.sleep(0)  # others have their turn
 
     async def give(self, slots: Sequence[Iterable[int]]) -> None:
-        """Give back reserved host slots that were not used for saves.
+        """Release reserved host slots that were not used for saves.
 
         Args:
             slots: by cache group, the slots; no copy may still write them.
@@ -1193,13 +1113,13 @@ class HostSide:
     # Sessions
 
     async def keep_session(self, session: str, prompt: Prompt, ttl_s: float) -> None:
-        """Mark the host blocks of a session's turn to be evicted after all others, for a time.
+        """Evict the host blocks of a session's turn after all others, for a time.
 
-        Blocks of the index's group are marked. A later call for the same session replaces this one.
-        Beyond 10,000 sessions, the session with the oldest turn ends.
+        Only blocks of the indexed group are marked. A later call for the same session replaces this
+        one. Beyond 10,000 sessions, the session with the oldest turn ends.
 
         Args:
-            session: id of the session (a conversation).
+            session: id of the conversation.
             prompt: the prompt with the answer, as far as it is cached.
             ttl_s: seconds until the session is over; 0 to end it now.
         """
@@ -1219,16 +1139,16 @@ class HostSide:
     async def publish(self, number: int, prompt: Prompt, ticket_id: str) -> Published:
         """Store the blocks of `prompt` as the engine saves them, then a ticket for them.
 
-        Blocks that storage has are left out. The ticket, by which another engine finds the prompt,
-        follows once `finish` was called with the same number.
+        Blocks that storage has already are not stored again. The ticket, by which another engine
+        finds the prompt, is written after `finish` was called with the same number.
 
         Args:
             number: number of this publish.
-            prompt: the prompt to hand over.
+            prompt: the prompt that another engine will claim.
             ticket_id: id of the ticket.
 
         Raises:
-            HandoffError: there is no storage, or the prompt was not saved whole.
+            HandoffError: there is no storage, or not all blocks of the prompt were saved.
             DuplicateRequestError: a ticket of this id for another prompt is still valid.
         """
         service, promise = self._service, HostPromise(0)
@@ -1247,7 +1167,7 @@ class HostSide:
             self._release(promise)
 
     async def finish(self, number: int, first_tokens: Sequence[int]) -> None:
-        """Complete a publish after the last save of its prompt.
+        """Let a publish write its ticket, after the last save of its prompt.
 
         Args:
             number: number of the publish.
@@ -1258,7 +1178,7 @@ class HostSide:
             stream.finish(first_tokens)
 
     async def fail(self, number: int, reason: str) -> None:
-        """End a publish without a ticket, since the rest of its prompt will not be saved.
+        """End a publish without a ticket: the rest of its prompt will not be saved.
 
         Args:
             number: number of the publish.
@@ -1269,14 +1189,14 @@ class HostSide:
             stream.fail(reason)
 
     def hold_saved(self, promise: HostPromise, prompt: Prompt) -> int:
-        """Keep the full blocks of `prompt` that the index has on the host by now from eviction.
+        """Protect the full blocks of `prompt` that the index has on the host now from eviction.
 
         Args:
-            promise: holds the blocks until the publish ends.
+            promise: gets the blocks; the protection ends with the publish.
             prompt: the prompt that is published.
 
         Returns:
-            Number of tokens in held blocks; no call returns less than the call before.
+            Number of tokens in protected blocks; never less than in the call before.
         """
         size, before = prompt.block_size, promise.lease
         held = before.num_blocks if before is not None else 0
@@ -1290,10 +1210,10 @@ class HostSide:
         return num_blocks * size
 
     def hold_whole(self, promise: HostPromise, prompt: Prompt) -> None:
-        """Keep all host blocks that `prompt` needs, in every cache group, from eviction.
+        """Protect all host blocks that `prompt` needs, in every cache group, from eviction.
 
         Args:
-            promise: holds the blocks until the publish ends.
+            promise: gets the blocks; the protection ends with the publish.
             prompt: the prompt that is published.
 
         Raises:
@@ -1342,7 +1262,10 @@ class HostSide:
         return found
 
     async def forget(self) -> int:
-        """Remove the blocks of all groups that nothing holds; see `Service.forget`."""
+        """Remove all unused blocks of all groups from the host.
+
+        Return the number of blocks left.
+        """
         if self.names is not None:
             self.names.clear()  # also of blocks that stay for their holders
         return await self._service.forget()
@@ -1350,7 +1273,7 @@ class HostSide:
     async def give_back(self) -> None:
         """Release all promises and reserved slots when the engine closes its cache.
 
-        Before that, wait up to 5 s until saved blocks are stored.
+        The method first waits up to 5 s until saved blocks are stored.
         """
         work = self._service.tiers.work
         try:
@@ -1372,17 +1295,15 @@ class HostSide:
 
 
 class SavedPrompt:
-    """The host blocks of a prompt that an engine saves, as `PublishStream` reads them.
-
-    See `PromptBlocks`.
+    """The host blocks of a prompt that an engine saves, as `PromptBlocks` for a `PublishStream`.
 
     Args:
-        side: holds the blocks.
+        side: the host tier that has the blocks.
         service: has the index.
         tiers: by number, the cache groups outside the index.
         keys: keys in storage of the prompt's blocks in the index's group.
         prompt: the prompt that is published.
-        promise: keeps the prompt's host blocks from eviction until the publish ends.
+        promise: protects the prompt's host blocks from eviction until the publish ends.
     """
 
     def __init__(  # noqa: PLR0917 - a prompt, its blocks, and who has them
@@ -1403,27 +1324,21 @@ class SavedPrompt:
 
     @property
     def lease(self) -> Lease | None:
-        """The lease that protects the prompt's blocks from eviction.
-
-        None if no block is in the index.
-        """
+        """The lease that protects the prompt's indexed blocks from eviction; None without any."""
         return self._promise.lease
 
     @property
     def were_deleted(self) -> bool:
-        """See `PromptBlocks.were_deleted`."""
+        """True if indexed blocks of the prompt have been deleted since they were protected."""
         lease = self._promise.lease
         return lease is not None and self._service.index.spaces.is_retired(lease.node)
 
     def grow(self) -> int:
-        """Keep the full blocks that are saved by now from eviction.
-
-        Return the number of their tokens.
-        """
+        """Protect the full blocks that are saved by now; return the number of their tokens."""
         return self._side.hold_saved(self._promise, self.prompt)
 
     def check_whole(self) -> None:
-        """Keep all blocks of the prompt from eviction, a partial last one too.
+        """Protect all blocks of the prompt, a partial last one too, from eviction.
 
         Raises:
             HandoffError: a block is not on the host.
@@ -1437,13 +1352,14 @@ class SavedPrompt:
         """
 
     def show(self, start: int, stop: int) -> None:
-        """See `PromptBlocks.show`. Nothing is done: all blocks are on the host already."""
+        """Do nothing: all blocks are on the host already."""
 
     @asynccontextmanager
     async def on_host(self, blocks: range, _after: Sequence[Event]) -> AsyncIterator[Ids]:
-        """See `PromptBlocks.on_host`. Saved blocks have their bytes, so no event is waited for.
+        """Protect `blocks` from eviction and provide their host slots to the body.
 
-        The body may go on after the promise has ended, since a store may still read the slots.
+        No event is waited for, since saved blocks have their bytes. The body may go on after the
+        promise has ended, since a store may still read the slots.
         """
         index, lease = self._service.index, self._promise.lease
         assert lease is not None, "blocks are published that are held"

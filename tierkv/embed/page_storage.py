@@ -1,10 +1,10 @@
 """Storage for an engine that has its own host memory: pages under keys that the engine makes.
 
-Engines with a host tier of their own (vLLM's offloading, SGLang's HiCache) need only one thing of
-tierkv: calls that copy pages from that memory to a store and back, and never block. The store, with
+Engines with a host tier of their own (vLLM's offloading, SGLang's HiCache) need one thing of
+tierkv: calls that copy pages between that memory and a store, and never block. The store, with
 deadlines, retries and a circuit breaker, runs on the event loop of a thread; each call returns a
 `concurrent.futures.Future`. Values have the header and the checksum of every stored block
-(docs/storage-format.md), so that a loaded page is exactly the stored page, or counts as missing.
+(docs/storage-format.md): a loaded page equals the stored page, or counts as missing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TOUCHES_PER_TTL = 10  # as `StorageSettings`: a page that is used lives on
 
 
 class EnginePages:
-    """The engine's host memory, in the form that `StorageIO` reads and writes.
+    """The engine's host memory, as the host slots that `StorageIO` reads and writes.
 
     Args:
         pages: uint8 [num_pages, page_bytes], each page contiguous.
@@ -79,24 +79,24 @@ class EnginePages:
         return self._pages
 
     def close(self) -> None:
-        """Release the memory; the engine may unmap it from now on."""
+        """Drop the reference to the engine's memory, which the engine may then unmap."""
         self._pages = None
 
 
 class PageStorage:
-    """A store for an engine's pages, on a thread of its own; `pool` adds a kind of pages.
+    """A store for an engine's pages, on a thread of its own. Each `pool` has one kind of pages.
 
     Any thread may call. Only `open`, `pool` and `close` wait for the store.
 
     Args:
         url: URL of the store.
         settings: settings of the store.
-        ttl_s: seconds that a stored page lives after its last use; None for as long as the store
+        ttl_s: seconds that a stored page is kept after its last use; None for as long as the store
             keeps it.
-        deadline_s: seconds after which an unanswered lookup counts as "not there". Reads and writes
-            have the deadlines of the store's settings.
+        deadline_s: seconds after which a page counts as not stored if the store has not answered
+            the lookup. Reads and writes have the deadlines of the store's settings.
         prefix: prefix of all names in the store.
-        codecs: makes the codec for signed or sealed values (`StorageSettings.codecs`); None for a
+        codecs: returns the codec for signed or sealed values (`StorageSettings.codecs`); None for a
             plain checksum.
 
     Raises:
@@ -137,8 +137,6 @@ class PageStorage:
     def open(self) -> None:
         """Open the store, and wait until it answers.
 
-        An engine should not start with a cache that keeps nothing.
-
         Raises:
             StoreUnavailableError: the store cannot be used; the text says what to do.
             ConfigError: the store's settings are wrong, or it was opened before.
@@ -149,10 +147,10 @@ class PageStorage:
             )
 
     def close(self) -> None:
-        """Wait for running calls, and close the store. Further calls do nothing.
+        """Wait for running calls, and close the store. Further calls of `close` do nothing.
 
         Raises:
-            StoreUnavailableError: that took more than 30 s: pages may still be read or written.
+            StoreUnavailableError: calls still run after 30 s: pages may still be read or written.
         """
         if not self._thread.close():
             raise StoreUnavailableError(
@@ -160,18 +158,18 @@ class PageStorage:
             )
 
     def pool(self, identity: Mapping[str, str], *parts: Pages) -> PagePool:
-        """Return a pool of pages, which all engines with the same `identity` share.
+        """Return a pool of pages, which all engines with the same `identity` share in the store.
 
         Args:
             identity: everything that decides on a page's bytes: model, revision, dtype, layout,
-                page size, ranks. Engines that differ in any of these never see each other's pages.
+                page size, ranks. Engines that differ in any of these never read each other's pages.
             parts: uint8 [num_pages, part_bytes] each, rows contiguous. Page n is row n of every
                 part. Each part is stored as a value of its own, and a page counts as stored only
-                with all its parts. The memory is the engine's, and must stay mapped until `close`
-                has returned.
+                with all its parts. The engine owns the memory, and must keep it mapped until
+                `close` has returned.
 
         Raises:
-            ConfigError: identity names no model.
+            ConfigError: `identity` names no model.
             LayoutError: a part does not have that shape.
             ShuttingDownError: the storage is not open.
         """
@@ -184,8 +182,7 @@ class PageStorage:
 
         Args:
             fingerprint: identity of the pages' content.
-            slices: memory and layout of each part of a page. The first also gives the layout and
-                memory of the page where the reader needs one for the whole.
+            slices: memory and layout of each part of a page.
         """
         names, whole = Names(self._prefix, fingerprint.short), slices[0]
         return StorageIO(
@@ -226,13 +223,9 @@ class PageStorage:
         await began
 
     async def _live(self, pool: PagePool, began: asyncio.Future[None]) -> None:
-        """Keep a pool's I/O running until the storage closes.
+        """Run a pool's reader and writer, in one task, until the storage closes.
 
-        The I/O needs a task of its own, which both enters and leaves its lifetime.
-
-        Args:
-            pool: the pool.
-            began: set when the I/O runs.
+        Set `began` at the start.
         """
         async with pool.io.running():
             began.set_result(None)
@@ -240,7 +233,10 @@ class PageStorage:
 
 
 class PagePool:
-    """Pages with one identity, made by `PageStorage.pool`, which explains the arguments."""
+    """The pages of one identity, in the engine's memory and in the store.
+
+    Made by `PageStorage.pool`.
+    """
 
     def __init__(
         self, storage: PageStorage, identity: Mapping[str, str], parts: Sequence[Pages]
@@ -268,61 +264,62 @@ class PagePool:
         return self.io.stats
 
     def close(self) -> None:
-        """Release the engine's memory; the engine may unmap it from now on."""
+        """Drop the references to the engine's memory, which the engine may then unmap."""
         for memory in self._memory:
             memory.close()
 
     def present(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Return a future of one bool per key: True if its page is stored.
+        """Return a future with one bool for each key: True if its page is stored.
 
         If the store does not answer in time, all are False.
         """
         return self._storage.run(self._present(self._stored(keys)))
 
     def count(self, keys: Sequence[bytes]) -> Future[int]:
-        """Return a future of the number of stored pages before the first missing one.
+        """Return a future with the number of stored pages before the first one that is missing.
 
-        If the store does not answer in time, it is 0.
+        If the store does not answer in time, the number is 0.
         """
         return self._storage.run(self._count(self._stored(keys)))
 
     def load(self, keys: Sequence[bytes], page_ids: Sequence[int]) -> Future[list[bool]]:
-        """Load pages from the store into the engine's memory.
+        """Copy stored pages into the engine's memory.
 
         The engine must not use the pages before the future is done. A page that did not arrive may
         then hold any bytes.
 
         Args:
             keys: the engine's keys of the pages.
-            page_ids: number of the page in the engine's memory for each key.
+            page_ids: for each key, the number of its page in the engine's memory.
 
         Returns:
-            A future of one bool per key: True if every byte has arrived and matches its checksum.
+            A future with one bool for each key: True if every byte has arrived and matches its
+                checksum.
         """
         return self._storage.run(self._load(self._stored(keys), self._ids(keys, page_ids)))
 
     def store(self, keys: Sequence[bytes], page_ids: Sequence[int]) -> Future[list[bool]]:
-        """Store pages of the engine's memory.
+        """Copy pages of the engine's memory to the store.
 
         The engine must not change the pages before the future is done.
 
         Args:
             keys: the engine's keys of the pages.
-            page_ids: number of the page in the engine's memory for each key.
+            page_ids: for each key, the number of its page in the engine's memory.
 
         Returns:
-            A future of one bool per key: True if the page is in the store now.
+            A future with one bool for each key: True if the page is in the store now.
         """
         return self._storage.run(self._save(self._stored(keys), self._ids(keys, page_ids)))
 
     def clear(self) -> Future[int]:
-        """Delete every stored page of this identity, also those of other engines.
+        """Delete every stored page of this identity, including pages of other engines.
 
-        The call waits for pages that are being stored. Until it has ended no page is stored, and
-        `load` brings none.
+        The call waits for pages that are being stored. Until its future is done, no page is stored
+        and `load` returns none.
 
         Returns:
-            A future of the number of deleted values. It raises StoreUnavailableError if the store
+            A future with the number of deleted values. It raises StoreUnavailableError if the store
                 does not answer; some pages may then remain.
         """
         return self._storage.run(self._clear())

@@ -1,4 +1,7 @@
-"""The requests of an embedded service, on its event loop: each does one operation at a time."""
+"""The requests of an embedded service, on its event loop.
+
+Each request runs one operation at a time.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,11 @@ class Admitted:
 
     Attributes:
         request_id: id of the request.
-        block_table: int32, read-only: the device blocks for the prompt and max_new_tokens more.
-        cached_tokens: number of leading tokens with KV in these blocks; the engine computes from
-            there on. With Until.ADMITTED the KV of a layer is there once `gate` lets the layer
-            through.
-        matched: numbers of the prompt's tokens that were found on each tier.
+        block_table: int32, read-only: the device blocks for the prompt and `max_new_tokens` more.
+        cached_tokens: number of leading tokens whose KV is in these blocks; the engine computes the
+            rest. With Until.ADMITTED, the KV of a layer is there after waiting for the layer at
+            `gate`.
+        matched: number of the prompt's tokens that were found on each tier.
         gate: waits, layer by layer, for cached KV that is still being loaded.
         ticket: the ticket of a claimed prompt; None without one.
         failed_blocks: positions in the prompt of blocks that were found in the cache but could not
@@ -72,12 +75,11 @@ class Admitted:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A request from the call that begins it to the call that ends it.
+    """A running request of the engine.
 
     Attributes:
         session: the request in the service.
-        turn: a lock that operations get in the order of their calls, so that a commit before an
-            `end` is done before it.
+        turn: a lock that operations get in the order of their calls.
         tasks: operations that run or wait for the lock.
     """
 
@@ -87,7 +89,10 @@ class _Held:
 
 
 class Requests:
-    """The requests of a service by id, and the order of the operations on each."""
+    """The service's requests, by id.
+
+    The operations on a request run in the order of their calls.
+    """
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
@@ -96,7 +101,7 @@ class Requests:
     async def new(self, service: Service, spec: RequestSpec) -> AsyncIterator[Session]:
         """Begin a request, and provide its session to the body.
 
-        If the body fails or is cancelled, the request is aborted and nothing of it is left.
+        If the body fails or is cancelled, the request is aborted.
 
         Args:
             service: the service that the request runs in.
@@ -123,7 +128,9 @@ class Requests:
 
     @asynccontextmanager
     async def turn(self, request_id: str) -> AsyncIterator[Session]:
-        """Wait until earlier operations on the request have ended, and run the body alone.
+        """Wait until earlier operations on the request have ended; provide its session to the body.
+
+        Later operations on the request wait for the end of the body.
 
         Args:
             request_id: id of the request.
@@ -179,7 +186,10 @@ class Requests:
         return True
 
     def end_all(self) -> list[str]:
-        """End all requests that are left at the close, when no operation runs; return their ids."""
+        """Abort all requests that have not ended, and return their ids.
+
+        No operation may be running.
+        """
         left = list(self._held)
         for name in left:
             self._held.pop(name).session.abort()
@@ -188,7 +198,7 @@ class Requests:
 
 @contextmanager
 def _listed(held: _Held) -> Iterator[None]:
-    """List the current task among the request's operations, which `abort` cancels."""
+    """Add the current task to the request's operations, which `abort` cancels, for the body."""
     task = _current_task()
     held.tasks.add(task)
     try:

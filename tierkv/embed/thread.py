@@ -1,4 +1,4 @@
-"""An embedded service in a thread with an event loop: its lifetime, and a task for every call."""
+"""The thread and event loop of an embedded service, with a task for every call."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ForkedError(TierKVError):
 
 
 class CloseTimeoutError(TierKVError):
-    """Opening or closing took longer than its deadline, and goes on in the service's thread.
+    """Opening or closing took longer than its deadline, and continues in the service's thread.
 
-    Memory that running copies use is released once they are done.
+    Memory that running copies use is released when they are done.
     """
 
 
@@ -40,13 +40,14 @@ class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Limits of an embedded service.
 
     Attributes:
-        max_calls: number of open calls: calls that run, and finished calls with a result that was
-            not read.
+        max_calls: number of open calls: running calls, and finished calls whose result was not
+            read.
         load_timeout_s: seconds after which cached blocks that have not arrived are computed
             instead.
         open_deadline_s: seconds that `open` waits for memory and the store.
         close_deadline_s: seconds that `close` waits for copies.
-        grace_s: seconds that calls may go on once the service closes.
+        grace_s: seconds that running calls may take after `close` was called; then they are
+            cancelled.
     """
 
     max_calls: int = 4096
@@ -72,7 +73,7 @@ class ServiceThread:
     """A service in a thread of its own, and the calls to it from any other thread.
 
     Args:
-        build: makes the service, on the thread; the service and its device are closed there.
+        build: returns the service; called on the thread, which also closes the service's device.
         settings: limits of calls and deadlines.
         at_close: called on the thread when all calls have ended, before the service closes.
     """
@@ -107,7 +108,7 @@ class ServiceThread:
     # From any thread
 
     def open(self) -> None:
-        """Start the thread, and return when the service accepts calls.
+        """Start the thread, and wait until the service accepts calls.
 
         Raises:
             ConfigError: the configuration is wrong, or the service was opened before.
@@ -128,16 +129,16 @@ class ServiceThread:
             )
 
     def close(self, deadline_s: float | None = None) -> None:
-        """Refuse new calls, let running calls end, and close the service. Further calls do nothing.
+        """Refuse new calls, wait for running calls and copies, and close the service.
 
-        Calls that still run after `grace_s` are cancelled; copies are waited for.
+        Calls that still run after `grace_s` are cancelled. Further calls of `close` do nothing.
 
         Args:
             deadline_s: seconds to wait; None for `close_deadline_s`.
 
         Raises:
             CloseTimeoutError: the service was still closing after the deadline.
-            TierKVError: the service had ended with this error, which no call has reported.
+            TierKVError: the service had stopped with this error, which no call has reported.
         """
         if not self._thread.close(deadline_s):
             raise CloseTimeoutError(
@@ -154,19 +155,18 @@ class ServiceThread:
 
     @property
     def service(self) -> Service:
-        """The service, once it is open. Only its own thread may call its methods."""
+        """The service, after `open`. Only its own thread may call its methods."""
         assert self._service is not None, "the service is open"
         return self._service
 
     def run(
         self, kind: str, work: Callable[[Service], Awaitable[T]], *, request_id: str = ""
     ) -> Call[T]:
-        """Run `work(service)` on the service's thread, which `work` must not block.
+        """Make a call that runs `work` with the service on the service's thread; return the call.
 
         Args:
             kind: the call's name.
-            work: called with the service. An error of `work` that is not a TierKVError stops the
-                service.
+            work: must not block. An error of `work` that is not a TierKVError stops the service.
             request_id: id of the request that the call is about; "" for none.
         """
         return self.exchange.submit(kind, request_id, partial(self._with_service, work))
@@ -227,7 +227,7 @@ class ServiceThread:
             watcher.cancel()
 
     async def _finish_calls(self) -> None:
-        """Return when no call runs; calls that still run after the grace time are cancelled."""
+        """Wait until no call runs; cancel calls that still run after `grace_s`."""
         self._drain()
         tasks = {task for _, task in self._running.values()}
         if tasks:
@@ -260,10 +260,7 @@ class ServiceThread:
         task.add_done_callback(partial(self._answer, call))
 
     async def _run(self, call: Call[Any], work: Work) -> object:
-        """Do the work of a call; return its result, or an expected error instead of raising it.
-
-        A raised error would end the task group, and with it the service.
-        """
+        """Return the result or the TierKVError of `work`; a raised error would stop the service."""
         try:
             if call.kind not in NEEDS_NO_DEVICE:
                 self._check_device()
@@ -272,11 +269,7 @@ class ServiceThread:
             return error
 
     def _answer(self, call: Call[Any], task: asyncio.Task[object]) -> None:
-        """Answer a call when its task has ended.
-
-        This is a callback, as a task that is cancelled before its first step runs no code of its
-        own.
-        """
+        """Answer a call whose task has ended, even one that was cancelled before its first step."""
         del self._running[call.number]
         reason = self._reasons.pop(call.number, None)
         if task.cancelled():
@@ -291,11 +284,7 @@ class ServiceThread:
             self.exchange.finish(call, result=result)
 
     async def _watch_device(self, service: Service) -> None:
-        """Once the device is lost, cancel all calls that need it.
-
-        Without a running call the task sleeps, since each look takes the GIL from an engine's
-        thread.
-        """
+        """Wait until the device fails, then cancel all running calls that need it."""
         while service.device.failure is None:
             await self._has_calls.wait()
             await asyncio.sleep(_CHECK_DEVICE_S)
@@ -315,10 +304,7 @@ class ServiceThread:
                 task.cancel()
 
     def _failed(self) -> None:
-        """End the service after an unexpected error.
-
-        Callers are answered after 2 s even if a task that does not end delays the service's end.
-        """
+        """End the service after an unexpected error; all calls are answered within 2 s."""
         self._thread.ask_to_close()
         asyncio.get_running_loop().call_later(_UNWIND_S, self._fail_slowly)
 
