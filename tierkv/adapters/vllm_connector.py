@@ -841,7 +841,9 @@ class _SchedulerSide:
             # A step computes one block faster than it is loaded beside one.
             least = max(self.settings.min_tokens, size + 1)
             are_few = request.num_tokens - num_computed < least
-            if not are_few and (self._has_store or num_blocks * size > num_computed):
+            # vLLM's names have the adapter's name, and the same files may have another one.
+            is_known = not self._has_store and request.lora_request is None
+            if not are_few and not (is_known and num_blocks * size <= num_computed):
                 return False
             num_saved = self.cache.num_saved(names)
         self.cache.end_lookup(request.request_id)
