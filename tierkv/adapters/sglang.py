@@ -58,11 +58,11 @@ _NOT_V1 = (
     "tierkv's backend needs SGLang's storage interface v1: add \"interface_v1\": 1 to "
     "--hicache-storage-backend-extra-config"
 )
-# What SGLang and its other parts read of the extra config.
+# Keys of the extra config that SGLang itself reads.
 _OF_SGLANG = {
     "allocator", "backend_name", "class_name", "file_storage_path", "interface_v1", "module_path",
 }  # fmt: skip
-# What decides on the bytes of a page beside what pools say, by its name among SGLang's arguments.
+# SGLang's arguments that decide on the bytes of a page and that its pools do not report.
 _ARGUMENTS = (
     "revision", "quantization", "dtype", "kv_cache_dtype", "speculative_algorithm",
     "speculative_draft_model_path", "speculative_draft_model_revision",
@@ -178,7 +178,7 @@ class TierKVHiCache(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """Return the number of leading pages that the store has completely.
+        """Return the number of leading pages of which the store has every byte.
 
         See `HiCacheStorage.batch_exists`.
         """
@@ -201,7 +201,7 @@ class TierKVHiCache(HiCacheStorage):
         hits: dict[str, int] = {PoolName.KV: num_pages} if num_pages else {}
         restorable = set(range(1, num_pages + 1))
         names = _names(keys[:num_pages])
-        # Block groups hold pages in another form too, so that none is ever needed.
+        # SGLang also holds the pages of block groups in another form, so none of them is needed.
         needed = [t for t in pool_transfers or () if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
         asked = [[pool.present(names) for pool in self._pools(t.name)] for t in needed]
         for transfer, futures in zip(needed, asked, strict=True):
@@ -247,17 +247,13 @@ class TierKVHiCache(HiCacheStorage):
         return self.batch_exists([key]) == 1
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        """Refuse a call that SGLang makes only without its interface v1.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: SGLang makes this call only without its interface v1."""
         raise ConfigError(_NOT_V1)
 
     get = batch_get = set = batch_set = _refuse
 
     def clear(self) -> bool:
-        """Delete every stored page of this model, layout and rank, also pages of other instances.
+        """Delete every stored page of this model, layout and rank, whichever instance stored it.
 
         Returns:
             False if the store does not answer; some pages may then remain.
@@ -289,13 +285,7 @@ class TierKVHiCache(HiCacheStorage):
         return pages
 
     def _pools(self, name: str) -> list[PagePool]:
-        """Return the tierkv pools in which SGLang's pool `name` is stored, one per head shard.
-
-        The list is empty for a pool without bytes.
-
-        Raises:
-            ConfigError: SGLang has not registered the pool.
-        """
+        """Return the tierkv pools of SGLang's pool `name`, one per head shard, [] without bytes."""
         if name not in self._pages:
             raise ConfigError(
                 f"SGLang used the host pool {str(name)!r} without registering it: report "
@@ -309,18 +299,8 @@ class TierKVHiCache(HiCacheStorage):
         act: Callable[[PagePool, Sequence[bytes], Sequence[int]], Future[list[bool]]],
         kind: str,
     ) -> dict[str, list[bool]]:
-        """Load or store pages of several pools at once, and wait until all transfers have ended.
-
-        An earlier return would let SGLang reuse a page that the store still reads or writes.
-
-        Args:
-            transfers: pool, keys and host indices of the pages.
-            act: `PagePool.load` or `PagePool.store`.
-            kind: SGLang's name of the direction in its metrics, "prefetch" or "backup".
-
-        Returns:
-            By pool, True for each page that was transferred.
-        """
+        """Run `act` for all pools at once, wait, and return each page's outcome by pool."""
+        # All transfers are awaited: SGLang reuses a page as soon as this method returns.
         began_at = time.perf_counter()
         started: list[tuple[PoolTransfer, list[Future[list[bool]]] | None]] = []
         for transfer in transfers:
@@ -402,15 +382,7 @@ class _HostPages:
         self.parts_by_rank = [parts[at : at + per_rank] for at in range(0, len(parts), per_rank)]
 
     def rows(self, host_indices: torch.Tensor | None, num_pages: int) -> list[int]:
-        """Return the page numbers that SGLang's token indices stand for.
-
-        Args:
-            host_indices: int64 [num_pages * page_size], places of tokens in the host pool.
-            num_pages: number of pages expected.
-
-        Raises:
-            LayoutError: the indices are not those of `num_pages` whole pages.
-        """
+        """Return the page numbers of token indices; LayoutError if they are not whole pages."""
         count = 0 if host_indices is None else len(host_indices)
         if host_indices is None or count != num_pages * self._pool.page_size:
             raise LayoutError(
@@ -435,13 +407,7 @@ class _HostPages:
         return self._meta(torch.arange(page * size, (page + 1) * size))
 
     def _meta(self, host_indices: torch.Tensor) -> tuple[_Ints, _Ints]:
-        """Return the address and the number of bytes of each part of each page.
-
-        Both arrays are empty for SGLang's pools without bytes.
-
-        Args:
-            host_indices: int64, places of the pages' tokens in the host pool.
-        """
+        """Return the address and the bytes of each part of each page, empty for an empty pool."""
         if self._num_ranks > 1:
             meta = self._pool.get_split_heads_page_buffer_meta(host_indices, self._num_ranks)
         else:
@@ -459,16 +425,7 @@ class _HostPages:
 
 
 def _memory(address: int, count: int, stride: int, size: int) -> Pages:
-    """Return SGLang's memory as an array of pages, uint8 [count, size], without a copy.
-
-    SGLang owns the memory.
-
-    Args:
-        address: address of the first page.
-        count: number of pages.
-        stride: bytes from the start of a page to the start of the next one.
-        size: bytes of a page.
-    """
+    """Return SGLang's memory as uint8 [count, size], rows `stride` bytes apart, without a copy."""
     memory = (ctypes.c_uint8 * ((count - 1) * stride + size)).from_address(address)
     return np.ndarray((count, size), np.uint8, memoryview(memory), strides=(stride, 1))
 
@@ -495,14 +452,8 @@ def _all_of(futures: Sequence[Future[list[bool]]], num_pages: int) -> list[bool]
 
 
 def _ends(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
-    """Return the lengths, in pages, of prefixes that one pool can restore.
-
-    A pool with windows needs only the last pages of a prefix, other pools need all pages.
-
-    Args:
-        there: True for each page that the store has.
-        transfer: SGLang's request for this pool, with its rule and the size of its window.
-    """
+    """Return the lengths, in pages, of the prefixes that one pool can restore."""
+    # A sliding-window pool needs only the last pages of a prefix, other pools need all pages.
     is_window = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
     window = max(1, len(transfer.keys or ())) if is_window else len(there)
     ends, run = set(), 0
@@ -514,17 +465,7 @@ def _ends(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
 
 
 def _ranks_of(config: HiCacheStorageConfig, pool: HostKVCache, name: str) -> list[str]:
-    """Return the names of the ranks under which this rank's pages of a pool are stored.
-
-    The list has one name as a rule. If SGLang splits pages by heads, there is one name for each
-    part, so that instances with more ranks find them. The name is "any" if all ranks have the same
-    bytes.
-
-    Args:
-        config: model and ranks, from SGLang.
-        pool: the host pool.
-        name: SGLang's name of the pool.
-    """
+    """Return the rank names that store a pool's pages, one per head shard or only "any"."""
     has_heads = isinstance(pool, MHATokenToKVPoolHost)
     if config.is_mla_model and not has_heads and name != PoolName.MAMBA:
         return ["any"]
@@ -538,19 +479,11 @@ def _ranks_of(config: HiCacheStorageConfig, pool: HostKVCache, name: str) -> lis
 def _identity(
     config: HiCacheStorageConfig, own: HiCacheSettings, pool: HostKVCache, name: str
 ) -> dict[str, str]:
-    """Return all settings that decide on a page's bytes: instances with equal ones share pages.
-
-    Namespaces of prompts (cache_salt, LoRA) are in SGLang's keys of pages.
-
-    Args:
-        config: model and ranks, from SGLang.
-        own: revision of the weights, and tenant.
-        pool: the host pool.
-        name: SGLang's name of the pool.
-    """
+    """Return the settings that decide on a page's bytes, the same for all that share pages."""
     return (
         {
-            # What lies where within a page is private to SGLang's pools, and changes with them.
+            # The order of bytes within a page may change with each version of SGLang. cache_salt
+            # and LoRA adapters are part of SGLang's page keys.
             "engine": f"sglang {sglang.__version__}",
             "pool": f"{name} {type(pool).__name__}",
             "model": config.model_name or "",
