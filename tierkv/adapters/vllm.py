@@ -131,7 +131,7 @@ class TierKVTier(SecondaryTierManager):
             self._asked.append((keys, self._pages.present(keys)))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the store's answers that no other running request has asked for.
+        """Forget the store's answers that no other running request uses.
 
         A later request asks the store again, since stored chunks may have expired.
         """
@@ -170,12 +170,12 @@ class TierKVTier(SecondaryTierManager):
         self._storage.close()
 
     def _hear(self) -> None:
-        """Record the store's answers to lookups that have arrived."""
+        """Record the answers to lookups that have arrived from the store."""
         for keys, future in [pair for pair in self._asked if pair[1].done()]:
             self._asked.remove((keys, future))
             answers = future.result() if future.exception() is None else [False] * len(keys)
             for key, answer in zip(keys, answers, strict=True):
-                # Not again: a load that failed since has made it a miss.
+                # A load that failed meanwhile has set False: keep it.
                 if key in self._verdicts and self._verdicts[key] is None:
                     self._verdicts[key] = answer
 
@@ -185,7 +185,7 @@ class TierKVTier(SecondaryTierManager):
         answers = future.result() if future.exception() is None else [False] * len(keys)
         good = [key for key, is_good in zip(keys, answers, strict=True) if is_good]
         if job.is_promotion:
-            # Asked again, these would be promised again, loaded again and fail again.
+            # A later lookup must miss: a hit would make vLLM repeat the load that failed.
             for key in set(keys).difference(good):
                 if key in self._verdicts:
                     self._verdicts[key] = False
@@ -201,16 +201,13 @@ class TierKVTier(SecondaryTierManager):
 
 
 def _identity(spec: OffloadingSpec) -> dict[str, str]:
-    """Return all settings that decide on a chunk's bytes.
-
-    Instances with equal ones share chunks.
-    """
+    """Return the settings that decide on a chunk's bytes, the same for all that share chunks."""
     config, parallel = spec.config, spec.config.parallel
     ranks = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
     is_portable = parallel.is_parallelism_agnostic or config.replicated_layout
     groups = [(group.tokens_per_block, tuple(group.layer_names)) for group in config.groups]
     return {
-        # What lies where within a block is private to vLLM's backend for the device.
+        # The order of bytes within a block is private to vLLM's attention backend.
         "engine": f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
         "device": current_platform.device_type,
         "model": config.model.name,
