@@ -109,10 +109,10 @@ _ONE_ROW = (
 
 @dataclass(frozen=True, slots=True)
 class PromptHit:
-    """Number of a prompt's tokens by the place that their KV came from.
+    """Numbers of a prompt's tokens, by the source of their KV.
 
     Attributes:
-        device: tokens that were still in the model's cache.
+        device: tokens whose KV was still on the device.
         host: tokens that were loaded from host memory.
         storage: tokens that were fetched from the store.
         computed: tokens that the model computed.
@@ -256,11 +256,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._set_length(0)
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        """Refuse a call that needs several rows, as beams do: the cache holds one.
-
-        Raises:
-            BadRequestError: always.
-        """
+        """Raise BadRequestError: the call needs several rows (beams), and the cache holds one."""
         raise BadRequestError(_ONE_ROW)
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
@@ -302,15 +298,8 @@ class _DeviceRoom:
         self._cuts: dict[tuple[int, int, bool], Sequence[torch.Tensor]] = {}
 
     def cut(self, start: int, stop: int) -> Sequence[torch.Tensor]:
-        """Return views of tokens [start, stop) of every plane, [1, heads, tokens, dim] each.
-
-        The last results are kept, since every layer asks for the same tokens: one cut for all
-        layers takes a tenth of the time of one per layer.
-
-        Args:
-            start: position of the first token.
-            stop: position after the last token.
-        """
+        """Return views of tokens [start, stop) of every plane, [1, heads, tokens, dim] each."""
+        # One cut serves all layers, in a tenth of the time of one per layer.
         key = (start, stop, torch.is_inference_mode_enabled())  # its views stay in that mode
         found = self._cuts.get(key)
         if found is None:
@@ -357,13 +346,7 @@ class _Begun:
         return len(self.tokens) - self.hit.computed
 
     def is_of(self, tokens: npt.NDArray[np.int64], max_tokens: int) -> bool:
-        """Return True if the begun load is right for the text that the model is given.
-
-        Args:
-            tokens: int64 [n], the tokens that the model is given; they must begin with this prompt.
-            max_tokens: largest number of tokens that may come from the cache; the rest must be
-                computed.
-        """
+        """Return True if `tokens` begin with this prompt, and `max_tokens` permits its hit."""
         begins = np.array_equal(tokens[: len(self.tokens)], self.tokens)
         return begins and self.num_there <= max_tokens
 
@@ -556,9 +539,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
                 self._keep()
 
     def reset(self) -> None:
-        """Keep the KV of the current text, and begin a new text.
+        """End the current text, whose KV is kept, and begin a new text.
 
-        For callers of `model(...)` that use no `sequence`.
+        For callers of `model(...)` that do not use `sequence`.
         """
         with self.sequence():
             pass
@@ -669,7 +652,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         return self._moves.engine.verify().wait(_COPY_S)
 
     def close(self) -> None:
-        """Keep the KV of the current text, wait for writes to the store, and free all memory.
+        """Store the KV of the current text, wait for writes to the store, and free all memory.
 
         Further calls do nothing.
         """
@@ -700,11 +683,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Mark the sequence as broken while the body changes it.
-
-        The mark stays if the body is interrupted, as by Ctrl-C: the sequence is then dropped. A
-        TierKVError, raised before anything changed, removes the mark.
-        """
+        """Mark the sequence as broken until the body ends or raises a TierKVError."""
         self._is_whole = False
         try:
             yield
@@ -728,14 +707,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         return _stream_of(self._like[0].device) == self._stream
 
     def _begin(self, prompt: torch.Tensor) -> None:
-        """Start loading the cached part of the prompt that the model will be given next.
-
-        Layers show no tokens until then, so that `generate` passes the whole prompt. A prompt that
-        cannot be served is ignored here; `prepare` raises its error.
-
-        Args:
-            prompt: token ids [1, tokens].
-        """
+        """Start loading the cached part of `prompt`, [1, tokens], before the model is called."""
         if prompt.ndim != 2 or prompt.shape[0] != 1 or not self._is_on_stream():  # noqa: PLR2004
             return
         tokens = prompt[0].detach().cpu().numpy()
@@ -744,15 +716,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._begun = _Begun(tokens, self._bring(0, tokens, len(tokens) - 1))
 
     def _pop_begun(self, ids: torch.Tensor, max_tokens: int) -> PromptHit | None:
-        """Show the tokens that `_begin` started to load to the model, and return their origins.
-
-        Args:
-            ids: token ids [1, tokens] that the model is given.
-            max_tokens: largest number of tokens that may come from the cache.
-
-        Returns:
-            None if `_begin` was given another text; its load is then dropped.
-        """
+        """Use the load that `_begin` started, or drop it and return None if it does not fit."""
         begun, tokens = self._begun, ids[0].cpu().numpy()
         if (
             begun is None
@@ -772,10 +736,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._held, self._num_kept = self._held[:0], 0
 
     def _place(self, num_tokens: int) -> None:
-        """Make every layer show the first `num_tokens` tokens of the room.
-
-        New ones are appended there.
-        """
+        """Make every layer show the first `num_tokens` tokens of the device memory."""
         for layer, planes in zip(self.layers, self._layout.planes_of_layer, strict=True):
             layer.place(self._room, planes, num_tokens)
 
@@ -790,19 +751,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._place(self.get_seq_length())
 
     def _bring(self, start: int, new: npt.NDArray[np.int64], max_tokens: int) -> PromptHit:
-        """Start loading cached tokens behind the first `start` tokens; the model computes the rest.
-
-        The load may still run at the return.
-
-        Args:
-            start: number of tokens that the model was given before.
-            new: int64 [n], the tokens that the model is given now.
-            max_tokens: largest number of tokens that may come from the cache, counted from the
-                first one of the text.
-
-        Returns:
-            The places that the KV of the new tokens comes from.
-        """
+        """Start loading the cached part of `new`, which follows the text's first `start` tokens."""
         size = self._layout.block_size
         tokens, have = new, start
         if start:
@@ -924,54 +873,25 @@ class _Moves:
     def load(
         self, tokens: npt.NDArray[np.int64], have: int, max_tokens: int
     ) -> tuple[Found, _Load | None]:
-        """Look up the tokens behind the first `have`, and start loading those that are cached.
-
-        Args:
-            tokens: int64 [n], the text from its first token on.
-            have: number of leading tokens that are on the device already.
-            max_tokens: largest number of tokens, counted from the first, to have on the device
-                afterwards.
-
-        Returns:
-            The result of the lookup, and the load; None if there is nothing to load.
-        """
+        """Look up the tokens after the first `have`, and start loading those that are cached."""
         self.hurry()
         return self._ask(self._start_load, tokens, have, max_tokens).result()
 
     def failed(self, load: _Load) -> bool:
-        """Wait until the load has ended; return True if a block did not arrive.
-
-        Raises:
-            TransferError: the load has not ended after 60 s.
-        """
+        """Wait for the load and return True if a block is missing; TransferError after 60 s."""
         return self._ask(self._has_failed, load).result()
 
     def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> _Asked[int]:
-        """Start copying the blocks of a text to the host, except blocks that are there already.
-
-        Args:
-            tokens: int64 [n], the text.
-            num_kept: number of leading tokens that lookups find already.
-
-        Returns:
-            The future number of leading tokens that lookups find afterwards; 0 if a copy failed.
-        """
+        """Copy a text's new blocks to the host, and return the future number of findable tokens."""
         self._hurries = False
         return self._ask(self._kept, tokens, num_kept)
 
     def hurry(self) -> None:
-        """Make a running `keep` give up soon if no host slot is free.
-
-        Called when the next text begins, which would have to wait for `keep`.
-        """
+        """Make a running `keep` give up soon if no host slot is free."""
         self._hurries = True
 
     def note_prefills(self, computed: Sequence[tuple[int, float]]) -> None:
-        """Report the speed of the model, by which the cache chooses between fetching and computing.
-
-        Args:
-            computed: numbers of computed tokens, and the seconds that each computation took.
-        """
+        """Report to the cache pairs of a number of computed tokens and their seconds."""
         for num_tokens, seconds in computed:
             self._ask(self.engine.note_prefill, num_tokens, seconds)
 
@@ -1030,12 +950,7 @@ class _Moves:
             self.engine.wait(left)
 
     def wait_layer(self, load: _Load, layer: int) -> None:
-        """Make the compute stream wait until a layer is loaded; `failed` reports a failed load.
-
-        Args:
-            load: the load to wait for.
-            layer: number of the layer.
-        """
+        """Make the compute stream wait until a layer is loaded; `failed` reports a failed load."""
         with suppress(TierKVError):
             self._planes.wait_layer(load.number, layer, _COPY_S)
 
@@ -1072,10 +987,7 @@ class _Moves:
         return 0
 
     def _save(self, prompt: Prompt, first: int, stop: int) -> bool:
-        """Copy blocks [first, stop) of `prompt` to the host.
-
-        Return True if lookups find all of them.
-        """
+        """Copy blocks [first, stop) to the host, and return True if lookups find all of them."""
         key, plans, left = f"saved {next(self._numbers)}", [], stop - first
         kept: list[int] = []  # blocks, of each plan that the cache has answered
         deadline, held_up_s = time.monotonic() + _KEEP_S, 0.0
@@ -1133,7 +1045,7 @@ class _Asked(Generic[T]):
         self._bell: SimpleQueue[None] = SimpleQueue()
 
     def run(self) -> None:
-        """Call the function, and keep its result or error; `_Moves`' thread does this once."""
+        """Call the function, and keep its result or error for `result`."""
         try:
             self._result = self._work()
         except BaseException as error:  # noqa: BLE001 - raised where the task is awaited
@@ -1142,11 +1054,7 @@ class _Asked(Generic[T]):
         self._bell.put(None)
 
     def result(self) -> T:
-        """Wait for the call; return its result.
-
-        Raises:
-            BaseException: the error that the function raised.
-        """
+        """Wait until the function was called; return its result or raise its error."""
         if not self._is_done:
             self._bell.get()
         if self._error is not None:
@@ -1177,7 +1085,7 @@ class _Timer:
             self._under_way = None
 
     def read(self) -> list[tuple[int, float]]:
-        """Return numbers of tokens and their seconds since the last call."""
+        """Return pairs of a number of tokens and its seconds, measured since the last call."""
         done, self._done = self._done, []
         if not self._is_cuda:
             return [(count, end - start) for count, start, end in done]
@@ -1244,10 +1152,8 @@ def check_model(model: PreTrainedModel, *, remedy: str = _REMEDY) -> None:
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
-    """Return True if the KV of a prompt's first tokens does not depend on the tokens after them.
-
-    The KV of the second layer is compared, since the first layer's depends on each token alone.
-    """
+    """Return True if the KV of a prompt's first tokens does not depend on the tokens after them."""
+    # The second layer is compared: the first layer's KV depends on each token alone.
     layers = [_computed(model, _FEW_TOKENS, last).layers[:2][-1] for last in (0, 1)]
     if not all(layer.is_initialized for layer in layers):
         return True  # it is refused for that
@@ -1396,10 +1302,7 @@ _LOOKERS = ("transformers.", "tierkv.")
 
 
 def _hooks_of(model: PreTrainedModel) -> list[int]:
-    """Return PyTorch's ids of the hooks that may change the model's output, and so its KV.
-
-    Hooks of transformers and tierkv only read, and are left out.
-    """
+    """Return PyTorch's ids of the hooks that may change the model's output, and so its KV."""
     found: list[int] = []
     for one in map(vars, model.modules()):
         for hooks in (one["_forward_pre_hooks"], one["_forward_hooks"]):
@@ -1410,11 +1313,8 @@ def _hooks_of(model: PreTrainedModel) -> list[int]:
 
 
 def _adapter_layers(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the layers into which PEFT has put adapters, by name.
-
-    Such layers have a property `disable_adapters`. The property is looked up on the class, because
-    a lookup on a module without it takes 5 us.
-    """
+    """Return the layers into which PEFT has put adapters, by name."""
+    # The property is looked up on the class: a lookup on a module without it takes 5 us.
     return {
         name: one
         for name, one in model.named_modules()
@@ -1502,14 +1402,7 @@ def _num_common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> in
 
 
 def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
-    """Return the token ids of a forward pass, [1, tokens].
-
-    Args:
-        given: all arguments of the forward pass.
-
-    Raises:
-        BadRequestError: there are no token ids or several rows, or another argument changes the KV.
-    """
+    """Return the token ids [1, tokens] of a forward pass, or raise BadRequestError."""
     ids = given.get("input_ids")
     if ids is None:
         raise BadRequestError(
@@ -1539,16 +1432,7 @@ def _num_logits(given: Mapping[str, Any]) -> int:
 
 
 def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:
-    """Check that no token is masked, and that tokens are at positions start, start + 1, ...
-
-    Args:
-        given: all arguments of the forward pass.
-        start: number of earlier tokens of the text.
-        count: number of new tokens.
-
-    Raises:
-        BadRequestError: a token is masked, or at another position.
-    """
+    """Raise BadRequestError unless all tokens are unmasked, at positions start, start + 1, ..."""
     mask = given.get("attention_mask")
     if mask is not None and (mask.ndim != 2 or not bool(mask.all())):  # noqa: PLR2004
         raise BadRequestError(
@@ -1581,10 +1465,8 @@ def _without(given: Mapping[str, Any], count: int, num_tokens: int) -> dict[str,
 
 
 def _install(model: PreTrainedModel) -> None:
-    """Make the model call the `TierKVCache` that it is given, by hooks and its own `generate`.
-
-    Both are set on this model object alone, so that a copy of the model gets its own.
-    """
+    """Make this model object use a `TierKVCache` that it is given, by hooks and a `generate`."""
+    # Hooks and method are set on this object alone, so that a copy of the model gets its own.
     if "generate" not in vars(model):
         model.register_forward_pre_hook(_before, with_kwargs=True)
         model.register_forward_hook(_after, with_kwargs=True)
@@ -1592,7 +1474,7 @@ def _install(model: PreTrainedModel) -> None:
 
 
 def _generate(self: PreTrainedModel, *args: object, **arguments: object) -> object:
-    """Run the model's own `generate`, within a sequence of the given `TierKVCache`, if any."""
+    """Run the model's own `generate`, as one sequence of the given `TierKVCache`, if any."""
     cache = _cache_in(arguments)
     generate = type(self).generate
     if cache is None:
@@ -1606,10 +1488,8 @@ def _generate(self: PreTrainedModel, *args: object, **arguments: object) -> obje
 def _prompt_of(
     model: PreTrainedModel, args: Sequence[object], arguments: Mapping[str, object]
 ) -> torch.Tensor | None:
-    """Return the token ids that `generate` gives the model first; None if they are not known.
-
-    With prefill in chunks, the first call gets only a part of the prompt.
-    """
+    """Return the token ids that `generate` gives the model first; None if they are not known."""
+    # With prefill in chunks, the first call gets only a part of the prompt.
     configs = (*args[1:2], arguments.get("generation_config"), model.generation_config)
     cuts = [arguments.get(_CHUNKS), *(getattr(one, _CHUNKS, None) for one in configs)]
     given = args[0] if args else arguments.get("inputs", arguments.get("input_ids"))
