@@ -618,11 +618,7 @@ class _SchedulerSide:
         return self._cache
 
     def open(self, ranks: Sequence[RankHandshake]) -> None:
-        """Open the host memory and the store, for blocks as the workers describe them.
-
-        Args:
-            ranks: the description by each worker, in the order of ranks.
-        """
+        """Open the host memory and the store, for blocks as each rank's worker describes them."""
         settings, config = self.settings, self._config
         shards = [[group.layout for group in rank.groups] for rank in ranks]
         # Of latent attention, and of fewer heads than ranks, each rank has all of it.
@@ -694,14 +690,7 @@ class _SchedulerSide:
         log.info("KV blocks are kept in host memory and %s", kept)
 
     def _scheme(self, ranks: Sequence[RankHandshake]) -> ShardScheme | None:
-        """Return the rule by which the ranks' parts of a block make a whole block.
-
-        With such a rule, instances with other numbers of ranks can use the stored blocks.
-
-        Returns:
-            None if the ranks' parts are not simply different heads; only instances with as many
-                ranks can then use the blocks.
-        """
+        """Return the rule that joins the ranks' parts of a block, None if there is none."""
         first, total = ranks[0], self._config.model_config.get_total_num_kv_heads()
         if len(first.groups) > 1 or first.heads * len(ranks) != total:
             return None
@@ -709,14 +698,10 @@ class _SchedulerSide:
         planes = [replace(one, block_bytes=one.block_bytes * len(ranks)) for one in shard.planes]
         return ShardScheme(Layout(shard.block_size, tuple(planes)), {_ROLE: total})
 
-    # A request comes
+    # Arrival and lookup of a request
 
     def arrive(self, request: Request) -> None:
-        """Start the lookup of a request that enters vLLM's queue, if the store may have its blocks.
-
-        The store is expected to have them for a turn of a session, which mostly continues a stored
-        turn, and for a request with a router's hint to fetch.
-        """
+        """Start the lookup of a new request with a session or a router's hint to fetch blocks."""
         is_hinted = self._follow_hints(request)
         if (is_hinted or request.session_id) and self._finds and self._has_store:
             tracked = self._track(request)
@@ -725,10 +710,7 @@ class _SchedulerSide:
                 self._ask(tracked, 0)
 
     def _follow_hints(self, request: Request) -> bool:
-        """Count the hints that a router added to the request.
-
-        Return True if one says to fetch it.
-        """
+        """Count the router's hints of a request, and return True if one says to fetch blocks."""
         hints = request.kv_hints
         if hints is None:
             return False
@@ -742,15 +724,7 @@ class _SchedulerSide:
         return num_fetches > 0
 
     def find(self, request: Request, num_computed: int) -> int | None:
-        """Return the number of tokens that can be loaded beyond those that vLLM has.
-
-        Args:
-            request: the request that vLLM is about to schedule.
-            num_computed: number of its leading tokens that are in vLLM's device blocks.
-
-        Returns:
-            None if the lookup has not ended; vLLM asks again in a later step.
-        """
+        """Return how many tokens can be loaded after `num_computed`, None while a lookup runs."""
         tracked = self._tracked.get(request.request_id) or self._track(request)
         if tracked is None or not self._may_find(tracked, num_computed):
             return 0
@@ -788,16 +762,7 @@ class _SchedulerSide:
         )
 
     def _offered(self, tracked: _Tracked, num_computed: int, found: Found) -> int | None:
-        """Return the number of tokens to load after a lookup: all that were found, or 0 if too few.
-
-        Args:
-            tracked: the request.
-            num_computed: number of leading tokens that are in vLLM's device blocks.
-            found: the result of the lookup.
-
-        Returns:
-            None if the ticket could not be used; the request is looked up again without it.
-        """
+        """Return how many found tokens to load, 0 if too few, None if the ticket was not usable."""
         request, name = tracked.request, tracked.request.request_id
         if found.problem is not None and tracked.claims is not None:
             log.warning("request %r continues without its ticket: %s", name, found.problem)
@@ -820,16 +785,7 @@ class _SchedulerSide:
         return found.num_tokens
 
     def _has_nothing(self, tracked: _Tracked, num_computed: int) -> bool:
-        """Return True if it is certain without a lookup that too few tokens can be loaded.
-
-        That is so if few tokens are left to load, or if the host has no further block and there is
-        no store. The request is then noted as looked up, so that its blocks that the host lacks are
-        saved.
-
-        Args:
-            tracked: the request.
-            num_computed: number of leading tokens that are in vLLM's device blocks.
-        """
+        """Return True, and note that no lookup is needed, if it surely finds too few tokens."""
         request, size = tracked.request, self._groups[self._main].block_size
         num_saved = num_blocks = 0
         if not self.cache.sees_host:
@@ -855,10 +811,7 @@ class _SchedulerSide:
         return True
 
     def _main_names(self, request: Request) -> Sequence[bytes]:
-        """Return vLLM's hashes of the request's whole blocks, in the block size of the main group.
-
-        The main group is the cache group of layers with full attention.
-        """
+        """Return vLLM's hashes of the request's whole blocks in the main (full-attention) group."""
         size = self._groups[self._main].block_size
         step = size // (self._kv.hash_block_size or size)
         hashes: Sequence[bytes] = request.block_hashes
@@ -873,11 +826,7 @@ class _SchedulerSide:
         return self._finds and not has_tried and not is_excluded
 
     def _findable(self, num_tokens: int) -> int:
-        """Return the number of leading tokens, of `num_tokens`, that a lookup may find.
-
-        With recurrent states that is a multiple of the common block size, so that a state exists
-        there, and at least one token is left to compute. Otherwise it is all tokens.
-        """
+        """Return how many of `num_tokens` leading tokens a lookup may find."""
         if not self._states:
             return num_tokens
         if self._drops_block:
@@ -885,10 +834,7 @@ class _SchedulerSide:
         return (num_tokens - 1) // self._align * self._align
 
     def _track(self, request: Request) -> _Tracked | None:
-        """Return the record of a new request; None if its tokens do not identify its KV.
-
-        That is so for prompts given as embeddings, and for requests whose prompt still grows.
-        """
+        """Return the record of a new request; None if its tokens do not identify its KV."""
         is_plain = request.prompt_embeds is None and not request.resumable
         if not is_plain or not request.prompt_token_ids:
             return None
@@ -902,11 +848,7 @@ class _SchedulerSide:
         return tracked
 
     def _prompt(self, tracked: _Tracked, num_tokens: int) -> Prompt | None:
-        """Return the request's first `num_tokens` tokens, as the key by which blocks are found.
-
-        Returns:
-            None while the files of the request's LoRA adapter are still being read.
-        """
+        """Return the first `num_tokens` tokens, None while the LoRA adapter's files are read."""
         request, prompt = tracked.request, tracked.prompt
         size = self._groups[self._main].block_size
         if prompt is None:
@@ -937,11 +879,7 @@ class _SchedulerSide:
         return prompt
 
     def _extra(self, request: Request) -> bytes | None:
-        """Return what the KV depends on beside tokens and media: salt, LoRA adapter and resets.
-
-        Returns:
-            None while the adapter's files are still being read.
-        """
+        """Return bytes for salt, LoRA adapter and reset, None while the adapter is being read."""
         if request.lora_request is None and not request.cache_salt and not self._epoch:
             return b""
         adapter = b""
@@ -954,13 +892,7 @@ class _SchedulerSide:
         return prompt_extra(salt=salt, adapter=adapter, epoch=self._epoch)
 
     def load(self, request: Request, block_ids: tuple[list[int], ...], num_tokens: int) -> None:
-        """Plan the load of found tokens into the device blocks that vLLM has allocated for them.
-
-        Args:
-            request: the request.
-            block_ids: by cache group, the request's device blocks in order.
-            num_tokens: number of tokens to load, as `find` returned or fewer.
-        """
+        """Plan the load of `num_tokens` found tokens into the device blocks of each cache group."""
         name, tracked = request.request_id, self._tracked[request.request_id]
         stop_tokens = tracked.num_local + num_tokens
         ids, firsts, is_lost = [], [], False
@@ -987,14 +919,7 @@ class _SchedulerSide:
             self._plans.loads.append((name, plan))
 
     def _wait_for(self, block_ids: Iterable[Sequence[int]]) -> None:
-        """Make the workers wait before they write these device blocks, if a running save reads one.
-
-        During a save vLLM reuses only blocks of sliding windows and recurrent states, since their
-        requests continue without them. The next owner of such a block may be in any cache group.
-
-        Args:
-            block_ids: device blocks that are about to be written, by cache group.
-        """
+        """Make workers wait before they write these device blocks, if a running save reads one."""
         if self._has_windows or self._states:
             for ids in block_ids:
                 self._plans.must_wait = self._plans.must_wait or bool(self.cache.fence(ids))
@@ -1009,14 +934,10 @@ class _SchedulerSide:
         if step.kv_cache_block_copies:
             self._wait_for([[copy.dst_block_id for copy in step.kv_cache_block_copies]])
 
-    # A step
+    # Copies of a step
 
     def plan(self, step: SchedulerOutput) -> StepPlans:
-        """Return the copies of this step: loads, saves, and waits for earlier saves.
-
-        Args:
-            step: vLLM's decisions for the step.
-        """
+        """Return the copies of this step: loads, saves, and waits for earlier saves."""
         self._step += 1
         computes_much = step.total_num_scheduled_tokens > _MUCH
         self._is_turn = computes_much or self._step % _SAVES_EVERY == 0
@@ -1072,23 +993,11 @@ class _SchedulerSide:
         return any(map(self._is_urgent, self._filling.values()))
 
     def _is_urgent(self, tracked: _Tracked) -> bool:
-        """Return True if the request's blocks must be saved in this step, not in every fourth one.
-
-        That is so for a prompt that is handed over, because the decode instance loads its first
-        blocks while the rest is computed, and in models with sliding windows, whose blocks vLLM
-        reuses soon.
-        """
+        """Return True if the request's blocks must be saved in every step, not every fourth."""
         return self._has_windows or tracked.publishes is not None
 
     def _begin_saves(self, step: SchedulerOutput) -> None:
-        """Begin a limited number of saves, by urgency.
-
-        First come requests that have ended, since vLLM keeps their blocks until the saves have
-        ended; then prompts that are being computed; then generated tokens.
-
-        Args:
-            step: vLLM's decisions for the step.
-        """
+        """Begin a limited number of saves: ended requests, then prompts, then generated tokens."""
         waiting = len(self._ending) + len(self._filling)
         left = max(_SAVES_AT_ONCE, waiting // _BACKLOG_TURNS)
         while self._ending and left:
@@ -1119,12 +1028,7 @@ class _SchedulerSide:
         return bool(self._decoding) and self._decoding[0][0] <= self._step
 
     def _expect(self, tracked: _Tracked, stop: int | None) -> None:
-        """Note the step in which a generating request may have enough unsaved tokens for a save.
-
-        Args:
-            tracked: the request.
-            stop: number of its tokens that are computed; None if it has no part in this step.
-        """
+        """Note the step in which a generating request may have enough unsaved tokens for a save."""
         pause = _PAUSE_STEPS
         if stop is not None:
             missing = _SAVED_AT_ONCE - (stop - self._num_saved(tracked))
@@ -1133,26 +1037,12 @@ class _SchedulerSide:
         heappush(self._decoding, (tracked.due, next(self._order), tracked))
 
     def _num_saved(self, tracked: _Tracked) -> int:
-        """Return the number of the request's tokens in saved blocks.
-
-        The blocks of the main group count: the first cache group of layers with full attention.
-        """
+        """Return the number of tokens in saved blocks of the first full-attention cache group."""
         size = self._groups[self._main].block_size
         return tracked.saved[self._main] * size if tracked.saved else 0
 
     def _save_filled(self, tracked: _Tracked, step: SchedulerOutput) -> int | None:
-        """Save the whole blocks that a request will have at this step's end, if they are enough.
-
-        Tokens that vLLM has only drafted, or not yet received, are not counted.
-
-        Args:
-            tracked: the request.
-            step: vLLM's decisions for the step.
-
-        Returns:
-            The number of tokens that are computed at the step's end; None if the request has no
-                part in the step.
-        """
+        """Save the full blocks if enough, and return the tokens computed at this step's end."""
         request, main = tracked.request, self._groups[self._main]
         name = request.request_id
         scheduled = step.num_scheduled_tokens.get(name)
@@ -1173,24 +1063,14 @@ class _SchedulerSide:
         return stop
 
     def _stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
-        """Return by cache group the number of blocks that the first `num_tokens` tokens fill.
-
-        For a group of recurrent states it is the number that is saved already, since states are
-        saved when vLLM offers them.
-        """
+        """Return by cache group the number of blocks that the first `num_tokens` tokens fill."""
         stops = [num_tokens // group.block_size for group in self._groups]
         for at in self._states:
             stops[at] = tracked.saved[at] if tracked.saved else 0
         return stops
 
     def _save_states(self, step: SchedulerOutput) -> None:
-        """Save the recurrent states that this step completes, and the other groups' earlier blocks.
-
-        A state is useful only together with the other groups' blocks of the same prefix. vLLM
-        offers a state once, in the step that writes it. It does not offer the state from which a
-        request continues: that one is found in the request's block table, in the request's first
-        step.
-        """
+        """Save the recurrent states that this step completes, and other groups' earlier blocks."""
         offers = dict(step.kv_connector_block_state.boundary_state_offloads)
         for new in step.scheduled_new_reqs:
             at = new.num_computed_tokens
@@ -1211,16 +1091,7 @@ class _SchedulerSide:
                 self._save_up_to(tracked, states, table)
 
     def _wants_state(self, tracked: _Tracked, group: int, block: int, num_tokens: int) -> bool:
-        """Return True if a recurrent state that vLLM offers is to be saved.
-
-        The state must be in a block, must be the one at a block's end, and must not be saved yet.
-
-        Args:
-            tracked: the request.
-            group: number of the cache group.
-            block: device block with the state; 0 for none.
-            num_tokens: number of tokens before the state.
-        """
+        """Return True if a recurrent state that vLLM offers is to be saved."""
         size = self._groups[group].block_size
         if group not in self._states or not block or num_tokens % size:
             return False
@@ -1238,13 +1109,7 @@ class _SchedulerSide:
         states: Sequence[tuple[int, int, int]],
         table: Sequence[Sequence[int]],
     ) -> None:
-        """Save recurrent states, and the blocks of other groups before the last of these states.
-
-        Args:
-            tracked: the request.
-            states: cache group, device block and number of tokens before it, for each state.
-            table: by cache group, the request's device blocks in order.
-        """
+        """Save states (group, device block, tokens before it) and other groups' earlier blocks."""
         boundary = max(num_tokens for _, _, num_tokens in states)
         tracked.boundary = max(tracked.boundary, boundary)
         whole = self._findable(tracked.request.num_prompt_tokens)
@@ -1267,17 +1132,7 @@ class _SchedulerSide:
         stops: Sequence[int],
         first_tokens: Sequence[int] = (),
     ) -> bool:
-        """Plan to copy a request's unsaved blocks to the host.
-
-        Args:
-            tracked: the request.
-            prompt: the tokens of the blocks.
-            table: by cache group, the request's device blocks in order.
-            stops: by cache group, the number of leading blocks to have on the host when the copies
-                are done.
-            first_tokens: the tokens generated so far, for the ticket; given with the prompt's last
-                save.
-        """
+        """Save the unsaved of each group's first `stops` blocks, and return True if all are."""
         name = tracked.request.request_id
         firsts = tracked.saved or [0] * len(self._groups)
         ids = [
@@ -1318,15 +1173,7 @@ class _SchedulerSide:
     def _names(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> Sequence[Sequence[ExternalId | None]]:
-        """Return vLLM's hashes of blocks that are saved; empty if nothing would use them.
-
-        KV events need the hashes, and lookups of blocks by hash do.
-
-        Args:
-            request: the request.
-            block_ids: by cache group, device blocks that are saved.
-            firsts: by cache group, position of the first of these blocks.
-        """
+        """Return vLLM's hashes of blocks by cache group, () if nothing would use the hashes."""
         if self._publishes_events or self.cache.sees_host:
             return self._hashes(request, block_ids, firsts)
         return ()
@@ -1334,16 +1181,7 @@ class _SchedulerSide:
     def _hashes(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> list[list[ExternalId | None]]:
-        """Return by cache group vLLM's hashes of blocks; None for a partial block.
-
-        For KV events, also note the session of these blocks, and whether their KV depends on more
-        than tokens.
-
-        Args:
-            request: the request.
-            block_ids: by cache group, one entry for each block.
-            firsts: by cache group, position of the first block.
-        """
+        """Return vLLM's hashes of blocks by cache group, None for a partial block."""
         size = self._kv.hash_block_size or self._groups[self._main].block_size
         hashes = request.block_hashes
         names: list[list[ExternalId | None]] = []
@@ -1421,11 +1259,7 @@ class _SchedulerSide:
             self.cache.flush()
 
     def _record_speed(self) -> None:
-        """Record the seconds of a step that computed prompt tokens.
-
-        By this speed the cache chooses between fetching and computing. The next lookup passes it
-        on, since a call for it alone would wake the service's thread.
-        """
+        """Record the tokens and seconds of a prefill step, to compare fetching with computing."""
         num_tokens, planned_at = self._computing.popleft()
         now = time.perf_counter()
         seconds = now - max(planned_at, self._heard_at)  # the next may be planned before this ends
@@ -1467,21 +1301,12 @@ class _SchedulerSide:
         self._counts.clear()
         return TierKVStats(data=counts)
 
-    # A request goes
+    # End of a request
 
     def finish(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request, and plan the save of its last blocks.
-
-        Args:
-            request: the request that has ended.
-            block_ids: by cache group, its device blocks in order.
-
-        Returns:
-            True if vLLM must keep the device blocks until they are saved; and `kv_transfer_params`
-                for the client, with the ticket of a prompt that is handed over.
-        """
+        """End a request, and return if vLLM must keep its blocks, and `kv_transfer_params`."""
         name = request.request_id
         tracked = self._tracked.pop(name, None)
         if tracked is None:
@@ -1515,12 +1340,7 @@ class _SchedulerSide:
         return bool(num_tokens) and (not is_saved or bool(tracked.request.session_id))
 
     def _num_to_save(self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> int:
-        """Return the number of leading tokens to save of an ended request.
-
-        Returns:
-            0 if the request was aborted before its prompt was computed: earlier steps have then
-                saved its whole blocks.
-        """
+        """Return how many leading tokens of an ended request are to be saved."""
         request = tracked.request
         # The last token was sampled and not computed. What a step under way still writes lies
         # behind it, and this plan goes out after that step.
@@ -1538,11 +1358,7 @@ class _SchedulerSide:
         return self._findable(num_tokens) if tracked.publishes is not None else tracked.boundary
 
     def _last_stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
-        """Return by cache group the number of leading blocks to save of an ended request.
-
-        These blocks hold its first `num_tokens` tokens. A partial last block counts, except in
-        models with recurrent states.
-        """
+        """Return by cache group how many blocks an ended request's first `num_tokens` take."""
         if self._states:
             return self._stops(tracked, num_tokens)
         return [-(-num_tokens // group.block_size) for group in self._groups]
@@ -1550,11 +1366,7 @@ class _SchedulerSide:
     def _save_rest(
         self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
-        """Save the blocks of an ended request that no step has saved, a partial last one included.
-
-        Returns:
-            `kv_transfer_params` for the client, with the ticket; None without a hand-over.
-        """
+        """Save an ended request's unsaved blocks; return the client's ticket parameters, if any."""
         request, ticket = tracked.request, tracked.publishes
         num_tokens = self._num_to_save(tracked, block_ids)
         if not num_tokens:
@@ -1576,13 +1388,10 @@ class _SchedulerSide:
             return None
         return {"do_remote_prefill": True, "do_remote_decode": False, TICKET: ticket}
 
-    # All of it
+    # The whole cache
 
     def reset(self) -> None:
-        """Make all blocks cached so far unfindable, in storage too.
-
-        vLLM calls this when the weights may have changed.
-        """
+        """Make all blocks cached so far unfindable, in storage too: the weights may be others."""
         self._epoch = os.urandom(16)
         self.cache.reset()
         self._filling.clear()
@@ -1606,20 +1415,15 @@ class _SchedulerSide:
 
 
 def _packed(tokens: list[int]) -> bytes:
-    """Return token ids as bytes, 4 each.
-
-    NumPy is not used: it would release the GIL, and wait for another thread to give it back.
-    """
+    """Return token ids as bytes, 4 each."""
+    # NumPy would release the GIL, and wait for another thread to give it back.
     packed = array("I")
     packed.fromlist(tokens)
     return packed.tobytes()
 
 
 def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """Return the groups with the share of host memory that groups of recurrent states get.
-
-    The share has room for one state per `_BLOCKS_PER_STATE` blocks of attention.
-    """
+    """Return the cache groups with the share of host memory that recurrent state groups get."""
     weights = [
         group.layout.block_bytes
         / group.block_size
@@ -1635,14 +1439,7 @@ def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
 
 def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
-    """Return device blocks with NO_BLOCK in place of vLLM's null blocks.
-
-    vLLM has a null block (id 0) at each position that a sliding window or a state does not need.
-
-    Args:
-        table: device blocks of a request.
-        group: the cache group of these blocks.
-    """
+    """Return device blocks with NO_BLOCK in place of vLLM's null blocks (id 0)."""
     if group.kind is GroupKind.FULL:
         return table
     return [block or NO_BLOCK for block in table]
@@ -1672,7 +1469,7 @@ class AdapterDigests:
         error = found.exception()
         if error is None:
             return found.result()
-        # Nobody else's, then, and no other adapter's.
+        # A random digest is equal to no other adapter's, so the blocks are not shared.
         log.warning(
             "the files of the adapter %r cannot be read, so its blocks are not shared: %s",
             adapter.lora_name,
@@ -1703,15 +1500,7 @@ def _digest_of_adapter(path: str) -> bytes:
 def _fingerprint(
     config: VllmConfig, settings: ConnectorSettings, layout: Layout, backends: str, num_ranks: str
 ) -> Fingerprint:
-    """Return the identity of this engine's blocks: instances with equal ones share blocks.
-
-    Args:
-        config: vLLM's configuration.
-        settings: the connector's settings.
-        layout: the layout of a block in the first cache group of layers with full attention.
-        backends: attention backends and processor, from the workers.
-        num_ranks: number of ranks in words; "any number of" if other numbers share the blocks.
-    """
+    """Return the identity of this engine's blocks; instances with equal identities share blocks."""
     model, cache = config.model_config, config.cache_config
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
@@ -1769,11 +1558,7 @@ class _WorkerSide:
         self._reports: list[Finished] = []
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Register the device blocks that vLLM has allocated, and connect to the host memory.
-
-        Args:
-            tensors: the KV tensor of each layer, by layer name.
-        """
+        """Register the KV tensor of each layer, by layer name, and connect to the host memory."""
         found = [_planes_of(one, self._kv.num_blocks, tensors) for one in self._kv.kv_cache_groups]
         rank = get_tensor_model_parallel_rank()
         device, planes = _on_device([(group.layout, rows) for group, rows in found])
@@ -1837,11 +1622,7 @@ class _WorkerSide:
             self.planes.start_saves(plans.saves)
 
     def finished(self) -> KVConnectorTransferResults:
-        """Return the requests whose blocks vLLM may reuse, and the requests whose loads have ended.
-
-        A failed load is reported by its device blocks. With several cache groups, which may use the
-        same block id, it is reported by its request instead.
-        """
+        """Return the requests whose saves have ended, and those whose loads ended or failed."""
         results = KVConnectorTransferResults()
         if not (self._loads or self._saves or self._over or self._lost):
             return results
@@ -1892,14 +1673,7 @@ class _WorkerSide:
 def _on_device(
     groups: Sequence[tuple[Layout, Sequence[torch.Tensor]]],
 ) -> tuple[Device, list[Planes]]:
-    """Return the device of vLLM's KV tensors, and each group's tensors as planes to copy from.
-
-    Args:
-        groups: for each cache group the layout, and uint8 [num_blocks, block_bytes] for each layer.
-
-    Raises:
-        ConfigError: tierkv cannot copy on this device.
-    """
+    """Return the device of vLLM's KV tensors, and their planes by cache group."""
     place = groups[0][1][0].device
     if place.type == "cpu":
         return CpuDevice(), [
@@ -1931,21 +1705,7 @@ _KINDS = {
 def _planes_of(
     group: KVCacheGroupSpec, num_blocks: int, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[CacheGroup, list[torch.Tensor]]:
-    """Return one of vLLM's groups of layers as a cache group, and its memory layer by layer.
-
-    Only vLLM's attention backend knows the order of bytes within a block.
-
-    Args:
-        group: vLLM's description of the group.
-        num_blocks: number of device blocks.
-        tensors: the KV tensor of each layer, by layer name.
-
-    Returns:
-        The cache group, and uint8 [num_blocks, block_bytes] for each layer with memory of its own.
-
-    Raises:
-        ConfigError: the kind of the group is not supported.
-    """
+    """Return vLLM's layer group as a cache group, and uint8 [num_blocks, block_bytes] per layer."""
     spec = group.kv_cache_spec
     name = get_kv_cache_spec_kind(spec).value
     kind = _KINDS.get(name)
@@ -1983,11 +1743,7 @@ def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
 
 
 def _dtype_of_state(spec: KVCacheSpec) -> str:
-    """Return the dtypes and shapes of a recurrent state's parts, in the order of their bytes.
-
-    Raises:
-        ConfigError: vLLM does not keep states at the ends of blocks.
-    """
+    """Return the dtypes and shapes of a recurrent state's parts, in the order of their bytes."""
     if spec.mamba_cache_mode != "align":
         raise ConfigError(
             "TierKVConnector saves states of Mamba and linear attention where vLLM's blocks end, "
@@ -1998,10 +1754,7 @@ def _dtype_of_state(spec: KVCacheSpec) -> str:
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """Return the largest number of earlier tokens that a windowed layer reads.
-
-    For chunked attention this is the size of a chunk.
-    """
+    """Return the largest number of earlier tokens that a windowed or chunked layer reads."""
     if get_kv_cache_spec_kind(spec).value == "chunked_local_attention":
         chunk: int = spec.attention_chunk_size
         return chunk
@@ -2010,37 +1763,18 @@ def _window(spec: KVCacheSpec) -> int:
 
 
 def _heads(spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor) -> int:
-    """Return the number of KV heads that are contiguous in each block of a layer.
-
-    0 if they are not.
-
-    vLLM's view of a layer is [blocks, heads, tokens, content], whatever the order of bytes within a
-    head.
-
-    Args:
-        spec: vLLM's description of the layer.
-        num_blocks: number of device blocks.
-        tensor: the KV tensor of the layer.
-    """
+    """Return the number of KV heads that are contiguous in each block of a layer, 0 if none."""
     if get_kv_cache_spec_kind(spec).value != "full_attention":
         return 0
     heads: int = spec.num_kv_heads
+    # vLLM's view of a layer is [blocks, heads, tokens, content].
     is_view = tensor.dim() == 4 and tensor.shape[:2] == (num_blocks, heads)  # noqa: PLR2004 - as above
     is_split = is_view and tensor[0].is_contiguous() and not spec.kv_quant_mode.is_per_token_head
     return heads if is_split else 0
 
 
 def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
-    """Return the KV tensor of a layer as uint8 [num_blocks, bytes of a block], without a copy.
-
-    Args:
-        tensor: the KV tensor.
-        num_blocks: number of device blocks.
-        name: name of the layer, for errors.
-
-    Raises:
-        ConfigError: the bytes of a block are not contiguous.
-    """
+    """Return a layer's KV tensor as uint8 [num_blocks, block_bytes], uncopied; else ConfigError."""
     size, parts = tensor.element_size(), tensor.shape[0] // num_blocks
     stride = tensor.stride(0) * parts * size
     sides = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
@@ -2057,12 +1791,9 @@ def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
 
 
 def _cpu_instructions() -> str:
-    """Return the instruction sets that decide how vLLM's CPU backend orders the bytes of keys.
-
-    The Linux kernel allows AMX only to processes that have asked for it, which PyTorch does at its
-    first large product. Such a product is computed here, because vLLM 0.32 does it only in a
-    prefill, and would die of SIGILL if its first prompt came whole from the cache.
-    """
+    """Return the instruction sets that decide how vLLM's CPU backend orders the bytes of keys."""
+    # Linux allows AMX only to processes that have asked for it, as PyTorch does at its first large
+    # product. Without this one, vLLM 0.32 dies of SIGILL if its first prompt is wholly cached.
     able = torch.cpu.get_capabilities()
     if not able.get("amx_tile"):
         return f"{able.get('architecture')} no amx"
