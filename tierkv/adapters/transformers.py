@@ -79,7 +79,7 @@ _COPY_S = 60.0  # a copy between host and device that takes longer is a fault of
 _KEEP_S = 5.0  # what has no host slot by then is not kept
 _FIND_S = 12.0  # the service itself ends a lookup after 10
 _SLOTS_S = 0.05
-_HELD_UP_S = 0.1  # so long at the most the next text waits for host slots for the last one
+_HELD_UP_S = 0.1  # longest wait of a text for host slots for the text before it
 _ANSWER_S = 2.0
 _SAMPLES = 64  # of each weight
 # After a hit transformers computes with a mask, which may double the time of long texts (32k tokens

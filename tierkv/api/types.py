@@ -618,7 +618,7 @@ class VersionAnswer(msgspec.Struct, frozen=True):
         role: Prefill, decode or both.
         fingerprint: Fields in which two nodes must agree to share blocks.
         stored_under: Prefix of the names of stored blocks.
-        model: Name of the served model; "" if the fingerprint contains the name.
+        model: Name of the model's directory or file; "" if the node was started without a path.
     """
 
     version: str

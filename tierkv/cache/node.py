@@ -173,10 +173,10 @@ class BlockPool:
         self._reset(capacity, np.concatenate([more, self._free[: self.num_free]]))
 
     def shrink(self, capacity: int) -> None:
-        """Remove all ids from `capacity` on.
+        """Remove all ids from `capacity` on, of which none may be allocated.
 
-        Before the call, allocate them with `allocate_from` so that no caller gets them, and wait
-        until `allocated_from` has no others. This call then removes them.
+        To make them free, allocate the free ones with `allocate_from`, so that no other caller gets
+        them; wait until the other callers have released theirs; then release your own.
 
         Raises:
             OwnershipError: an id from `capacity` on is allocated; nothing changed.
@@ -503,8 +503,9 @@ class TierCopies:
         """Replace the slots and states of all blocks of the node.
 
         Args:
-            slots: int32 slots as bytes, one for each block; None if no block has one.
-            states: the states, uint8 [num_blocks]; None if all blocks keep their common state.
+            slots: int32 slots on this tier as bytes, one for each block; None if no block has one.
+            states: one state for each block, uint8 [num_blocks]; None if the state `uniform`
+                applies to all blocks.
         """
         self._slots, self._states = slots, states
         if states is not None:

@@ -92,7 +92,7 @@ class _UnknownError(Exception):
 
 
 class _Asked(Enum):
-    """What a block that was not looked up in storage counts as, in tokens."""
+    """Number of tokens that a block counts for before storage was asked for it."""
 
     HOST_ALONE = "host"  # storage does not count at all
     HOPES = "hopes"  # all of the block

@@ -197,7 +197,7 @@ class HostSizes:
         return self.main if self.groups[self.main].kind is GroupKind.FULL else None
 
     def settings(self, cache: CacheSettings) -> CacheSettings:
-        """Return the rules of `cache`, with the host slots of these sizes and no device tier."""
+        """Return `cache` with the number of host slots of these sizes, and no device tier."""
         in_index = 1 if self.indexed is None else self.num_slots[self.main]
         return msgspec.structs.replace(
             cache,
@@ -501,6 +501,7 @@ class HostSide:
         return promise
 
     def _max_needed(self, prompt: Prompt) -> list[int]:
+        """Return for each cache group the most host blocks that a promise of the prompt holds."""
         most = []
         for group in self._groups:
             whole = group.needed(prompt.num_tokens)
@@ -554,9 +555,11 @@ class HostSide:
     async def _plan(
         self, prompt: Prompt, lookups: dict[int, GroupLookup], bound: int, num_promised: int = 0
     ) -> _Planned:
-        """Find the largest number of tokens, at most `bound`, that every group has.
+        """Find the largest number of tokens, at most `bound`, that every cache group has.
 
-        Host and storage count together; storage is asked once for all groups.
+        Host and storage count together; storage is asked once for all groups. The first
+        `num_promised` blocks of the group in the index are stored, as a ticket lists them, and are
+        not asked for.
         """
         if self._main is None:
             await self._ask(lookups, self._first_asked(lookups, bound))

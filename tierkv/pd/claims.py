@@ -152,9 +152,11 @@ class Watch:
         raise await self._missing_ticket(loop.time() - began)
 
     async def ask_producer(self) -> None:
-        """Ask the prefill node from time to time if it gave the ticket up; runs until cancelled.
+        """Ask the prefill node once a second if it gave the ticket up.
 
-        The prefill node cannot write this to a store that is full.
+        If so, end the claim with its reason.
+
+        A prefill node cannot write the reason to a store that is full. Runs until cancelled.
         """
         while True:
             await asyncio.sleep(_ASK_EVERY_S)
@@ -231,7 +233,8 @@ class Watch:
     async def _hear(self, next_hint: Callable[[float], object], timeout_s: float) -> None:
         """Wait until the store should be read again, at most `timeout_s` seconds.
 
-        Messages about stored blocks are passed on without reading the store.
+        A hint that more blocks are stored goes to `_on_progress`, and the wait goes on; any other
+        hint ends it.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s

@@ -1136,7 +1136,10 @@ class TicketLedger:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Follow the tickets in the body; at its end, call all callbacks of `hold`."""
+        """During the body, look in the store for the ends of the tickets that `hold` registered.
+
+        At the end of the body, call every callback that is still registered.
+        """
         try:
             async with supervised({"tierkv-ticket-ledger": self._keep_checking}):
                 yield

@@ -202,8 +202,9 @@ class HostLoads:
             first: index of the first block.
             stop: index after the last block.
             slots: device slots for the blocks, int32 [stop - first].
-            partial: a partly shared block to copy in the same movement, which saves 0.2 ms (H200).
-                The lease of its source ends with the movement.
+            partial: a host block of which the prompt shares only the first tokens, to be copied to
+                a device slot of the request's own in the same movement, which saves 0.2 ms (H200).
+                The lease of the host block ends with the movement.
 
         Returns:
             The load, with one user.

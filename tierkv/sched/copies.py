@@ -737,7 +737,11 @@ class Copies:
         return True
 
     def _begin_flush(self, node: TreeNode, first: int, stop: int, generation: int) -> Flush:
-        """Prepare the write to storage of blocks that are on the host, for `_end_flush`."""
+        """Mark the blocks' host slots as being read, and return the flush to write to storage.
+
+        `generation` is the number of deletions of storage when the flush was planned: after a later
+        deletion its blocks are not written.
+        """
         # A block is useless without the blocks before it: with equal hits the first is worth most.
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
         slots = self._index.slots(Tier.HOST, node, first, stop)

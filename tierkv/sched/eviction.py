@@ -269,9 +269,10 @@ class Eviction:
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
-        """Evict the blocks of `steps`, or start the copies to a lower tier that must come first.
+        """Evict the blocks of `steps`, or first start their copies to a lower tier.
 
-        Returns the number of slots that became free, or will once a store has read them.
+        Return the number of slots that are free now, or will be when a store has read the evicted
+        blocks. Slots of blocks whose copy was only started do not count.
         """
         pool = self._pools[tier]
         before = pool.num_free + self._slots.num_still_read

@@ -20,8 +20,8 @@ PREFERENCE_S, CLAIM_PREFERENCE_S = 0.02, 0.05
 SLACK_S, SLACK_SHARE = 0.03, 0.1
 # A request or claim that may compute stops waiting for a store that is silent for this long.
 SILENT_S = 1.25
-# The pause between two measurements of a tier that is estimated to be slower than computing. They
-# run in the background; requests do not wait for them.
+# The pause between two measurements of a tier that is estimated to be slower than computing. A
+# claim waits for its measurement for the slack; other requests do not wait.
 TRY_EVERY_S = 2.0
 # Assumed speed of an engine before the first measurement, in tokens a second; shortest time, in s.
 _UNKNOWN_TOKENS_PER_S, _UNKNOWN_S = 4000.0, 0.1
@@ -492,15 +492,14 @@ class Estimator:
     ) -> Decision:
         """Decide whether, and for how long, a request waits for storage.
 
+        If the decision is to fetch in order to measure a slow tier again, the call has also set the
+        earliest time of the next such fetch.
+
         Args:
             tokens: number of the prompt's tokens that are on neither device nor host.
             now: seconds on the loop's clock.
             is_answered: True if storage has already confirmed that it has these tokens.
             is_claim: True for a decode node's request, whose tokens a prefill node has computed.
-
-        Returns:
-            The decision. If it starts another measurement of a slow tier, the time of the next one
-                has been set.
         """
         tier, compute_s = self.tier, self.compute_s(tokens)
         if is_claim and not self.prefill.is_known:

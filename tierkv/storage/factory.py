@@ -147,7 +147,10 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
         if url[:1] in {"/", "."}:
             raise ConfigError(f"{url[:200]!r} is not a storage URL; accepted: {_FILE}")
         # The URL is not quoted: after a misspelt scheme there can be a password.
-        raise ConfigError(f"the storage URL starts with {scheme[:20]!r}; accepted: {_ACCEPTED}")
+        raise ConfigError(
+            f"the storage URL starts with {scheme[:20]!r}; accepted: {_ACCEPTED}, and the schemes "
+            "of installed packages with a store (entry points of the group tierkv.stores)"
+        )
     return opens(url, settings, clock)
 
 

@@ -35,11 +35,12 @@ class ShownPlanes:
     """The description of this node's planes (device memory) for other processes."""
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
-        """Prepare descriptions.
+        """Keep what `describe` needs; nothing is described yet.
 
         Args:
-            sharing: describes memory of the device.
-            planes: returns this node's present planes; called for each description.
+            sharing: makes device memory readable for other processes.
+            planes: returns this node's present planes (its device memory); called by each
+                `describe`.
         """
         self._sharing = sharing
         self._planes = planes
