@@ -298,14 +298,7 @@ def suggestion(unknown: str, known: Sequence[str]) -> str:
 def _use_new_names(
     kind: object, table: dict[str, Any], where: str, at: str = ""
 ) -> list[tuple[str, str]]:
-    """Replace old names of settings in `table`.
-
-    Returns:
-        Each replaced name with its new one.
-
-    Raises:
-        ConfigError: a setting has a value under both names.
-    """
+    """Replace old names of settings in `table`, and return each replaced name with its new one."""
     found = []
     for old, new in _NEW_NAMES.get(kind, {}).items():
         if old in table:

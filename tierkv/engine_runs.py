@@ -503,10 +503,9 @@ class SessionEngine(ABC):
             return ()
 
     def _first_tokens(self, ticket: Ticket) -> Sequence[int]:
-        """Return the first tokens of `ticket`.
+        """Return the ticket's first tokens.
 
-        Raises:
-            HandoffError: the ticket has no first token, or one that this model does not have.
+        HandoffError if it has none, or one that the model lacks.
         """
         if not ticket.first_tokens:
             raise HandoffError(HandoffProblem.INCOMPLETE.value, "the ticket has no first token")

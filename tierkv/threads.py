@@ -94,8 +94,7 @@ class _Aside:
     def pool(self) -> Threads:
         """The threads, started at the first use.
 
-        Raises:
-            ConfigError: The system starts no further thread.
+        ConfigError if the system starts no further thread.
         """
         with self._lock:
             if self._pool is None:

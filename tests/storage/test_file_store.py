@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.latch import until
+from tests.latch import PATIENCE_S, until
 from tests.storage.values import (
     Taken,
     TurnedClock,
@@ -512,8 +512,12 @@ async def test_what_is_another_users_keeps_nobody_from_what_is_ours(
         assert await put_one(store, "t:f:1:0", bytes(500), ttl_s=10.0) is PutStatus.STORED
         assert await put_one(store, "t:f:2:0", bytes(400)) is PutStatus.STORED
         clock.now += 60.0
-        await store.sweep()  # or the one at the start, just now
-        assert not tmp_path.joinpath(*relative_path("t:f:1:0")).exists()
+        expired = tmp_path.joinpath(*relative_path("t:f:1:0"))
+        async with asyncio.timeout(PATIENCE_S):
+            while (
+                expired.exists()
+            ):  # a sweep skips a directory that the one at the start has locked
+                await store.sweep()
         assert await put_one(store, "t:f:3:0", bytes(700)) is PutStatus.STORED  # one was evicted
         assert [one.name for one in (await store.list("t:", limit=10)).values] == ["t:f:3:0"]
     assert [path.name for path in (tmp_path / ".writers").iterdir()] == ["root"]

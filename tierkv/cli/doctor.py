@@ -111,14 +111,9 @@ def _clock_finding(skew_s: float | None) -> Finding:
 
 
 async def _measured(store: Store) -> tuple[float, float, Finding]:
-    """Measure the store: write values, read them back, and remove them.
+    """Write values, read and remove them.
 
-    Returns:
-        GB/s of writing and of reading, each in the best round, and the finding about the clock.
-
-    Raises:
-        TimeoutError: the store takes longer than _DEADLINE_S.
-        StoreUnavailableError: the store cannot be used.
+    Return GB/s of the best writing and reading, and the clock.
     """
     name = f"tierkv:doctor:{secrets.token_hex(8)}"
     value = memoryview(bytearray(os.urandom(_VALUE_BYTES)))

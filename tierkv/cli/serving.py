@@ -82,13 +82,7 @@ _SETTINGS = {  # of options that are called otherwise than their setting
 def _settings_in(
     options: Mapping[str, object], *, table: str, insecure: bool
 ) -> Iterator[tuple[str, str, object]]:
-    """Yield the options that were given, as table, key and value of settings for `config.load`.
-
-    Args:
-        options: values by the names of options.
-        table: table of the settings of most options.
-        insecure: True if --insecure was given.
-    """
+    """Yield table, key and value, as `config.load` takes them, of the options that were given."""
     if insecure:
         yield table, "allow_insecure_bind", True
     for name, value in options.items():

@@ -70,10 +70,9 @@ def config(names: tuple[str, ...], *, role: str, path: Path | None, as_json: boo
 
 
 def _chosen(names: Sequence[str], known: Sequence[str], values: Mapping[str, Any]) -> Sequence[str]:
-    """Return the names of settings that `names` mention, alone or by their table; all for none.
+    """Return the settings that `names` mention, alone or by their table.
 
-    Raises:
-        ConfigError: a name is not known.
+    All of them for no name.
     """
     for name in names:
         if name not in known:

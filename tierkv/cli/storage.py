@@ -116,11 +116,7 @@ def with_each_store(url: str, work: Callable[[Store], Awaitable[T]]) -> tuple[Se
 
 
 def _require_existing(store: Store) -> None:
-    """Check that a store in files exists: nodes make the directory, and this command does not.
-
-    Raises:
-        ConfigError: the directory does not exist.
-    """
+    """Raise ConfigError if a file store's directory does not exist; only nodes make directories."""
     if isinstance(store, FileStore) and not store.is_made():
         raise ConfigError(
             f"there is no store at {store.url}: give the directory of a node's storage.url"

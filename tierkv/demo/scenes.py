@@ -172,11 +172,9 @@ class Play:
         return replace(scene, event=event)
 
     async def _published(self, node: NodeProcess) -> tuple[DecodeBody, int]:
-        """Have `node` publish the prompt for another node.
+        """Publish the prompt at `node`.
 
-        Returns:
-            The body with which a decode node claims the prompt, and the tokens of its partial last
-                block.
+        Return the body of its claim, and the number of its tail's tokens.
         """
         ticket_id = f"demo-{uuid4().hex[:12]}"
         self._say("prefill node: reading the prompt, publishing its blocks and a ticket ...")
@@ -248,15 +246,7 @@ class Play:
         tail_tokens: int,
         at: NodeProcess | None = None,
     ) -> Scene:
-        """Return the scene of an answer, compared with the single node's answer.
-
-        Args:
-            title: title of the scene.
-            prompt: the prompt that was asked.
-            asked: the call that returns the answer.
-            tail_tokens: tokens of the prompt's partial last block.
-            at: the node that answers; None for the decode node.
-        """
+        """Await the answer, and return a scene that compares it with the single node's answer."""
         where = at or self._nodes.decode
         before = await _moved(where)
         answer = await asked
