@@ -276,7 +276,10 @@ class Places:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities.common_to([one.store.capabilities for one in self._places])
+        places = self._places
+        if len(places) == 1:  # the usual case, asked for by every fetch
+            return places[0].store.capabilities
+        return Capabilities.common_to([one.store.capabilities for one in places])
 
     @property
     def health(self) -> StoreHealth:
