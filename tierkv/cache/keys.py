@@ -1,14 +1,16 @@
-"""Tokens as bytes, fingerprints, block keys, and the names of stored values.
+"""Packed tokens, fingerprints, keys of blocks, and names of stored values.
 
-No other module builds a key.
+All keys of blocks are computed here:
 
     root = Fingerprint.root()
     block key = sha256(parent | tokens as int32 little-endian | extra keys)
     tail key  = sha256(tail tag | parent | token count | tokens | extra keys)
 
-A tail is the partial last block of a prompt. Extra keys identify images and other input beside the
-tokens. Different inputs never give the same hashed bytes: a parent has 32 bytes, a full block's
-tokens have a fixed length, extra keys are length-prefixed, and a tail's bytes start with a constant
+The parent is the key of the block before, or the root for block 0. A tail is the partial last block
+of a prompt. Extra keys are bytes that identify images and other input besides the tokens.
+
+Different inputs never give the same bytes to hash: a parent has 32 bytes, a full block's tokens
+have a fixed length, extra keys contain the lengths of their parts, and the tail tag is a constant
 that no digest equals.
 """
 
@@ -35,14 +37,14 @@ from tierkv.errors import BadRequestError, ConfigError
 TOKEN_BYTES: Final = 4
 _HAS_FAST_ARRAYS: Final = sys.byteorder == "little" and array("I").itemsize == TOKEN_BYTES
 _INT32: Final = np.dtype("<i4")
-# Takes two thirds of the time of `reduce`, which makes an iterator.
+# `reduce` makes an iterator, and takes 1.5 times as long.
 _min_at: Final = np.minimum.reduceat
 _WHOLE: Final = np.zeros(1, np.intp)
 Tokens = Sequence[int] | npt.NDArray[np.integer] | bytes | bytearray | memoryview
 
 
 def pack(tokens: Tokens) -> bytes:
-    """Return `tokens` as little-endian int32 bytes, the packed form that tierkv keeps and hashes.
+    """Return `tokens` as little-endian int32 bytes, which other docstrings call packed tokens.
 
     A bytes, bytearray or memoryview argument must be packed already.
 
@@ -69,7 +71,7 @@ def _packed(tokens: Tokens) -> bytes:
 
 
 def _pack_sequence(tokens: Sequence[int]) -> bytes:
-    """Pack the tokens of a list or tuple; a number beyond int32 raises or becomes negative."""
+    """Return packed tokens; numbers from 2**31 to 2**32 - 1 become negative int32 numbers."""
     if isinstance(tokens, (AbstractSet, Mapping)):
         raise BadRequestError(
             f"tokens must be a sequence with an order, not a {type(tokens).__name__}"
@@ -99,7 +101,7 @@ def _pack_array(tokens: npt.NDArray[np.integer]) -> bytes:
 
 
 def unpack(packed: bytes) -> npt.NDArray[np.int32]:
-    """Return a read-only int32 view of packed tokens."""
+    """Return packed tokens as a read-only int32 array that shares their memory."""
     return np.frombuffer(packed, _INT32)
 
 
@@ -108,11 +110,11 @@ def count(packed: bytes) -> int:
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
-    """Return the number of leading tokens that two short token sequences share.
+    """Return the number of leading tokens that two sequences have in common.
 
     Args:
-        left: tokens, packed as little-endian int32.
-        right: the other tokens, packed likewise.
+        left: packed tokens, at most a few blocks: the call looks at all bytes.
+        right: packed tokens to compare.
     """
     length = min(len(left), len(right))
     if left[:TOKEN_BYTES] != right[:TOKEN_BYTES]:
@@ -127,17 +129,15 @@ def common_tokens(left: bytes, right: bytes) -> int:
 def common_blocks(  # noqa: PLR0917 - two places, how far, and in what steps
     left: bytes, left_at: int, right: bytes, right_at: int, max_blocks: int, width: int
 ) -> int:
-    """Return the number of equal leading blocks of two byte strings, at most `max_blocks`.
-
-    The call copies nothing.
+    """Return the number of leading blocks that two byte strings have in common.
 
     Args:
-        left: one byte string.
-        left_at: byte at which its blocks begin.
-        right: the other byte string.
-        right_at: byte at which its blocks begin.
-        max_blocks: largest number of blocks.
-        width: bytes of a block.
+        left: packed tokens.
+        left_at: offset of the first block in `left`, in bytes.
+        right: packed tokens to compare.
+        right_at: offset of the first block in `right`, in bytes.
+        max_blocks: number of blocks to compare, and the largest result.
+        width: bytes of a block's packed tokens.
     """
     theirs = memoryview(right)[right_at : right_at + max_blocks * width]
     if left.startswith(theirs, left_at):
@@ -159,30 +159,35 @@ _TAIL_TAG: Final = b"tierkv tail v1\0".ljust(DIGEST_BYTES, b"\0")
 
 
 KEY_FORMAT = 1
+# Optional fields. A new field belongs here, with "" as its default, so that the names of values
+# that were stored before stay valid.
 _PRIVATE = ("engine", "attention_backend", "cache_dtype", "kv_layout", "groups", "group")
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identity of everything that KV bytes depend on besides tokens and media.
+    """Everything that KV bytes depend on besides tokens and media: model, layout, adapter, tenant.
 
-    KV of one fingerprint is never used under another. Keys are made from `readable()`. A new field
-    is added there, or to `_PRIVATE` with "" as its default, so that existing names stay valid where
-    the field is not set.
+    KV of one fingerprint is never used for a request with another.
 
     Attributes:
         model: name of the model.
-        layout: planes and block size of one shard.
+        layout: layout of a whole block, with the heads of all ranks.
         revision: revision of the weights.
-        weight_dtype: type of the weights as loaded, such as "bfloat16".
-        adapter: name and revision of a LoRA adapter, "" for none.
-        tenant: a secret or name that separates tenants, "" for shared content.
-        key_format: version of the key's construction.
-        engine, attention_backend, cache_dtype, kv_layout: for blocks whose bytes only one engine
-            understands: everything that determines their form, in the engine's words ("vllm 0.32",
-            "FLASH_ATTN", "fp8", "NHD"); "" otherwise.
-        groups: description of all KV cache groups of an engine with several; "" otherwise.
-        group: number of this group among them; "" otherwise.
+        weight_dtype: element type of the loaded weights, such as "bfloat16".
+        adapter: name and revision of a LoRA adapter; "" for none.
+        tenant: secret or name that separates tenants; "" for content that all tenants may share.
+        key_format: version of the way in which keys are computed.
+        engine: name and version of the only engine that can read the bytes, such as "vllm 0.32"; ""
+            if all engines can.
+        attention_backend: name of the attention backend, such as "FLASH_ATTN"; "" if the bytes do
+            not depend on it.
+        cache_dtype: element type of the KV cache, in the engine's words, such as "fp8"; "" if the
+            layout determines it.
+        kv_layout: order of the dimensions, in the engine's words, such as "NHD"; "" if the layout
+            determines it.
+        groups: description of all cache groups of an engine that has several; else "".
+        group: number of this fingerprint's cache group among `groups`; else "".
     """
 
     model: str
@@ -206,7 +211,8 @@ class Fingerprint:
     def readable(self) -> dict[str, str]:
         """Return the fields as text, for keys, logs, tickets and `differences`.
 
-        The tenant is replaced by a digest. Fields in `_PRIVATE` are left out while they are "".
+        The tenant is replaced by a digest. Optional fields (engine, attention backend, cache dtype,
+        KV layout, groups, group) are left out if they are "".
         """
         private = {name: getattr(self, name) for name in _PRIVATE}
         return {name: value for name, value in private.items() if value} | {
@@ -222,7 +228,7 @@ class Fingerprint:
         }
 
     def root(self) -> bytes:
-        """Return the 32 bytes that are the parent of every first block's key."""
+        """Return the digest of all fields, 32 bytes: the parent of block 0's key."""
         h = hashlib.sha256(b"tierkv root v1\0".ljust(32, b"\0"))
         exact = self.readable() | {"tenant": self.tenant, "layout": self.layout.digest.hex()}
         for name, value in sorted(exact.items()):
@@ -233,7 +239,7 @@ class Fingerprint:
 
     @property
     def short(self) -> str:
-        """16 hex digits that name this fingerprint in stored names."""
+        """First 16 hex digits of the root; the fingerprint's part of the names of stored values."""
         return self.root().hex()[:16]
 
 
@@ -242,10 +248,10 @@ def differences(ours: dict[str, str], theirs: dict[str, str]) -> tuple[str, ...]
 
     Args:
         ours: `readable()` of this node's fingerprint.
-        theirs: `readable()` of the other fingerprint.
+        theirs: `readable()` of the other node's fingerprint.
 
     Returns:
-        For each such field, a phrase with both values.
+        One phrase for each such field, with both values.
     """
     return tuple(
         f"{field} (here {ours.get(field, 'absent')!r}, there {theirs.get(field, 'absent')!r})"
@@ -259,9 +265,9 @@ class MediaItem:
     """An image, audio clip or video with placeholder tokens in the prompt.
 
     Attributes:
-        start: index of its first token in the prompt.
-        num_tokens: number of its tokens, at least 1.
-        content_hash: digest of its full content and shape, 16 to 64 bytes.
+        start: index of the first placeholder token in the prompt.
+        num_tokens: number of placeholder tokens, at least 1.
+        content_hash: digest of the full content and its shape, 16 to 64 bytes.
     """
 
     start: int
@@ -282,14 +288,14 @@ class MediaItem:
 
 
 def prompt_extra(**parts: bytes) -> bytes:
-    """Combine several inputs that the KV depends on into one value for `Prompt.of(extra=)`.
+    """Combine inputs that KV depends on besides tokens and media, for `Prompt.of(extra=...)`.
 
     Args:
-        parts: named inputs, for example a salt and the digest of an adapter's weights. Inputs that
-            are b"" have no effect.
+        parts: named inputs, for example a salt and the digest of an adapter's weights. An input of
+            b"" has no effect.
 
     Returns:
-        The value; b"" if all inputs are empty.
+        The combined value; b"" if all inputs are b"".
     """
     named = [(name.encode(), part) for name, part in sorted(parts.items()) if part]
     return b"".join(
@@ -298,7 +304,7 @@ def prompt_extra(**parts: bytes) -> bytes:
 
 
 def extra_keys(media: Sequence[MediaItem], start: int, stop: int) -> bytes:
-    """Return the part of a block's key for the media that overlap tokens [start, stop).
+    """Return the extra keys of a block: bytes that identify the media that overlap it.
 
     The result does not depend on the order of `media`.
 
@@ -320,22 +326,23 @@ def extra_keys(media: Sequence[MediaItem], start: int, stop: int) -> bytes:
     return b"".join(parts)
 
 
+# Not frozen: a frozen prompt takes 0.6 us more to make.
 @dataclass(slots=True, init=False)
 class Prompt:
     """The tokens and media of a prompt, divided into blocks of `block_size` tokens.
 
-    A prompt never changes, but the class is not frozen: a frozen one takes 0.6 us more to make.
+    Only `keys` may be set after the construction.
 
     Attributes:
-        tokens: packed int32 tokens.
+        tokens: packed tokens.
         block_size: number of tokens of a block.
-        extras: extra keys (identity of the media) by number of the block, for blocks that media
-            overlap; a partial last block counts as a block. They stay valid if generated tokens are
-            appended.
-        space: name of the fingerprint's part of the index, "" for the service's own.
+        extras: extra keys by block index, for blocks that have any; the partial last block counts
+            as a block. They stay valid if generated tokens are appended.
+        space: short name of the fingerprint; "" for the service's own.
         num_tokens: number of tokens.
         num_blocks: number of full blocks.
-        keys: keys of the blocks, set by `Copies.prompt_keys`; each is computed at most once.
+        keys: keys of all blocks, each computed at most once; None until `Copies.prompt_keys` is
+            called.
     """
 
     tokens: bytes = field(repr=False)  # prompts must not appear in logs
@@ -371,16 +378,15 @@ class Prompt:
         extra: bytes = b"",
         space: str = "",
     ) -> Prompt:
-        """Return the prompt of these tokens.
+        """Return the prompt with these tokens and media.
 
         Args:
             tokens: token ids in 0..2**31-1.
             block_size: number of tokens of a block.
             media: media items that cover tokens of the prompt.
-            extra: further input that the KV depends on, such as a salt or the digest of an
-                adapter's weights; see `prompt_extra`. It is part of the first block's key, and
-                thereby of all keys.
-            space: name of the fingerprint's part of the index, "" for the service's own.
+            extra: other input that KV depends on, such as a salt or the digest of an adapter's
+                weights; `prompt_extra` combines several. It changes the keys of all blocks.
+            space: short name of the fingerprint; "" for the service's own.
 
         Returns:
             The prompt.
@@ -398,7 +404,10 @@ class Prompt:
         return cls(packed, block_size, extras, space)
 
     def first_blocks(self, count: int) -> Prompt:
-        """Return a prompt of the first `count` blocks, or the whole prompt if it has fewer."""
+        """Return a prompt of the first `count` blocks.
+
+        The whole prompt if it has fewer full blocks.
+        """
         if count > self.num_blocks:
             return self
         extras = {block: extra for block, extra in self.extras.items() if block < count}
@@ -408,7 +417,8 @@ class Prompt:
     def cut_into(self, block_size: int) -> Prompt:
         """Return the same prompt divided into blocks of `block_size` tokens.
 
-        The extra keys of a block apply to every new block that overlaps it.
+        The extra keys of an old block become part of the extra keys of every new block that
+        overlaps it.
         """
         if block_size == self.block_size:
             return self
@@ -469,30 +479,30 @@ def block_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
     """Return the key of a full block, a SHA-256 digest of 32 bytes.
 
     Args:
-        parent: digest of the block before, or of the root, 32 bytes.
-        tokens: the block's tokens, packed as little-endian int32.
-        extra: extra keys of the media that overlap the block; b"" for none.
+        parent: key of the block before, or the root for block 0; 32 bytes.
+        tokens: packed tokens of the block.
+        extra: extra keys of the block; b"" for none.
     """
     return hashlib.sha256(parent + tokens + extra).digest()
 
 
 def tail_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
-    """Return the key of a tail, the partial last block of a prompt; a digest of 32 bytes.
+    """Return the key of a tail (partial last block of a prompt), a SHA-256 digest of 32 bytes.
 
     Args:
-        parent: digest of the block before, or of the root, 32 bytes.
-        tokens: the tail's tokens, packed as little-endian int32.
-        extra: extra keys of the media that overlap the tail; b"" for none.
+        parent: key of the block before, or the root if the prompt has no full block; 32 bytes.
+        tokens: packed tokens of the tail.
+        extra: extra keys of the tail; b"" for none.
     """
     length = (len(tokens) // TOKEN_BYTES).to_bytes(4, "little")
     return hashlib.sha256(_TAIL_TAG + parent + length + tokens + extra).digest()
 
 
 def chain(root: bytes, prompt: Prompt, start: int = 0, stop: int | None = None) -> list[bytes]:
-    """Return the digests of full blocks [start, stop) of a prompt.
+    """Return the keys of full blocks [start, stop) of a prompt, 32 bytes each.
 
     Args:
-        root: digest of the block before `start`, or of the root.
+        root: key of the block before `start`; the fingerprint's root if `start` is 0.
         prompt: the prompt.
         start: index of the first block.
         stop: index after the last block; None for all full blocks.
@@ -510,11 +520,11 @@ def chain(root: bytes, prompt: Prompt, start: int = 0, stop: int | None = None) 
 
 
 def chain_tokens(root: bytes, tokens: bytes, width: int) -> list[bytes]:
-    """Return the digests of consecutive full blocks without extra keys.
+    """Return the keys of consecutive full blocks without extra keys, 32 bytes each.
 
     Args:
-        root: digest of the block before the first one, or of the root.
-        tokens: packed int32 tokens of the blocks.
+        root: key of the block before the first one; the fingerprint's root for block 0.
+        tokens: packed tokens of the blocks.
         width: bytes of a block's packed tokens.
     """
     fresh, digest, digests = hashlib.sha256().copy, root, list[bytes]()
@@ -529,12 +539,12 @@ def chain_tokens(root: bytes, tokens: bytes, width: int) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The values that a tail's digest is made of; a tail is the partial last block of a prompt.
+    """The content of a tail (partial last block of a prompt), from which its key is computed.
 
     Attributes:
-        parent: digest of the block before, or of the root.
-        tokens: packed int32 tokens.
-        extra: extra keys of the media that overlap the tail.
+        parent: key of the block before, or the root if the prompt has no full block.
+        tokens: packed tokens.
+        extra: extra keys; b"" for none.
     """
 
     parent: bytes
@@ -548,14 +558,17 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """The key of one block or tail (a prompt's partial last block) in storage.
+    """The key of a block or tail (partial last block), with what its name in storage needs.
 
     Attributes:
-        digest: digest of the block, 32 bytes.
+        digest: key of the block, 32 bytes.
         num_tokens: number of tokens; the block size for a full block.
         is_tail: True for a tail.
-        space: short name of the fingerprint; "" for that of the `Names` that make the stored name.
-        tail: the tail's content, if known; storage then lists the tail under its parent block.
+        space: short name of the fingerprint; "" for the fingerprint of the `Names` object that
+            builds the name.
+        tail: content of the tail; None for a full block, or if the content is unknown. Storage
+            lists tails with known content under their parent, where prompts with similar tails find
+            them.
     """
 
     digest: bytes
@@ -566,10 +579,11 @@ class StoredKey:
 
 
 class KeyRun(Sequence[StoredKey]):
-    """The keys of consecutive blocks of a prompt; the last may be that of a tail (partial block).
+    """The keys of consecutive blocks of a prompt.
 
-    A digest is computed when it, or a later one, is first read. Slices share the computed digests.
-    Thread-safe.
+    The last one may belong to a tail (partial block).
+
+    Digests are computed when they are first read; slices share the computed digests. Thread-safe.
     """
 
     __slots__ = ("_chain", "_start", "_stop")
@@ -581,16 +595,16 @@ class KeyRun(Sequence[StoredKey]):
     def of(
         cls, prompt: Prompt, parent: bytes, start: int = 0, known: Sequence[bytes] = ()
     ) -> KeyRun:
-        """Return all keys of `prompt` from block `start` on.
+        """Return the keys of `prompt` from block `start` to its end.
 
         Args:
             prompt: the prompt.
-            parent: digest of the block before `start`, or of the root.
+            parent: key of the block before `start`; the root if `start` is 0.
             start: index of the first block.
-            known: digests of the first blocks from `start` on that were computed before.
+            known: digests of consecutive blocks from `start` on that were computed before.
 
         Returns:
-            The keys, that of a partial last block included.
+            The keys; the last one is that of the partial last block, if the prompt has one.
         """
         stop = prompt.num_blocks + (prompt.tail_tokens > 0)
         return cls(_Chain(prompt, parent, start, known), start, stop)
@@ -619,27 +633,29 @@ class KeyRun(Sequence[StoredKey]):
         return map(self._chain.key, range(self._start, self._stop))
 
     def parent_of(self, at: int) -> bytes:
-        """Return the digest of the block (or root) before the key at position `at`.
+        """Return the digest of the block before position `at`.
 
-        `at` may be len(self), which returns the digest of the last block.
+        The root before block 0 of the prompt.
+
+        `at` may be len(self): the result is then the digest of the last block.
         """
         return self._chain.parent_of(self._start + at)
 
     @property
     def parent(self) -> bytes:
-        """Digest of the block (or root) before the first block that `of` was called for."""
+        """The `parent` that was passed to `of`; slices have the same value."""
         return self._chain.parent
 
     @property
     def has_tail(self) -> bool:
-        """True if the last key is that of a tail, a partial block."""
+        """True if the last key is that of a tail (partial block)."""
         return self._start < self._stop and self._stop > self._chain.prompt.num_blocks
 
     def hash_more(self, num_blocks: int) -> bool:
-        """Compute up to `num_blocks` further digests.
+        """Compute the next digests, at most `num_blocks`, so that a caller can pause in between.
 
         Returns:
-            True if every full block of this run has a digest now.
+            True if the digests of all full blocks are computed now.
         """
         chain, stop = self._chain, self._stop - self.has_tail
         known = min(chain.num_known + num_blocks, stop)
@@ -663,7 +679,7 @@ class KeyRun(Sequence[StoredKey]):
 
 
 class _Chain:
-    """Digests of a prompt's blocks from block `start` on, computed when they are first read."""
+    """The digests of a prompt's blocks from block `start` on, computed when they are first read."""
 
     def __init__(
         self, prompt: Prompt, parent: bytes, start: int, known: Sequence[bytes] = ()
@@ -674,7 +690,10 @@ class _Chain:
         self._lock = Lock()
 
     def up_to(self, stop: int) -> list[bytes]:
-        """Return the digests of the blocks before index `stop`, perhaps with some later ones."""
+        """Return the digests from block `start` to at least block `stop` - 1.
+
+        Compute missing ones.
+        """
         digests, count = self._digests, stop - self.start
         if len(digests) < count:
             with self._lock:
@@ -686,7 +705,7 @@ class _Chain:
 
     @property
     def num_known(self) -> int:
-        """Index after the last block with a known digest."""
+        """Index after the last block whose digest is computed."""
         return self.start + len(self._digests)
 
     def digest(self, block: int) -> bytes:
@@ -712,15 +731,15 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names in storage of the values of one fingerprint and shard.
+    """Builds the names of stored values for one fingerprint and one shard.
 
-    `{prefix}:{fingerprint}:{digest}:{shard}` for a block, with `:partial:N` at the end for a
-    partial block of N tokens. Tenants and models appear only inside the fingerprint's digest.
+    A block's name is `{prefix}:{fingerprint}:{digest}:{shard}`; a tail of N tokens has `:partial:N`
+    after it. Tenants and models appear only inside the fingerprint's digest.
 
     Attributes:
-        prefix: prefix of all names of an installation.
+        prefix: first part of all names of an installation.
         fingerprint: short name of the fingerprint, 16 hex digits.
-        shard: the rank's slice of a block, "0of1" for whole blocks.
+        shard: the rank's shard of each block, such as "0of2"; "0of1" for whole blocks.
     """
 
     prefix: str
@@ -744,7 +763,7 @@ class Names:
         ]
 
     def of_run(self, keys: KeyRun) -> NameRun:
-        """Return the names of several keys, each made when it is read."""
+        """Return a sequence of the names of `keys`, in which a name is built when it is read."""
         return NameRun(self, keys)
 
     def tails(self, parent: bytes, space: str = "") -> str:
@@ -753,41 +772,44 @@ class Names:
         All shards share the list.
 
         Args:
-            parent: digest of the block, or of the root, 32 bytes.
-            space: short name of the fingerprint; "" for that of these names.
+            parent: key of the block, or the root for tails of prompts without a full block; 32
+                bytes.
+            space: short name of the fingerprint; "" for the fingerprint of this object.
         """
         return f"{self.prefix}:{space or self.fingerprint}:{parent.hex()}:tails"
 
     def ticket(self, ticket_id: str) -> str:
-        """Return the name of a ticket, a prefill node's message that a prompt is stored.
+        """Return the name of a ticket.
 
-        The name has only a digest of the id, which comes from outside. It does not depend on the
-        fingerprint, so that a node with another one finds the ticket and can report the difference.
+        The name contains a digest of the id, because clients choose ids. The name does not depend
+        on the fingerprint, so that a node with another fingerprint finds the ticket and can report
+        the difference.
         """
         return f"{self.prefix}:ticket:{_digest_of(ticket_id)}"
 
     def open_ticket(self, ticket_id: str) -> str:
-        """Return the name of an open ticket, a prefill node's message that a ticket will come."""
+        """Return the name of an open ticket, the record that a ticket will come."""
         return f"{self.prefix}:open:{_digest_of(ticket_id)}"
 
     def all_tickets(self) -> tuple[str, str]:
-        """Return the prefixes of the names of tickets and of open tickets."""
+        """Return two prefixes: of the names of tickets, and of the names of open tickets."""
         return f"{self.prefix}:ticket:", f"{self.prefix}:open:"
 
     def acknowledgement(self, ticket_id: str) -> str:
-        """Return the name of the record that a decode node has claimed a ticket's prompt."""
+        """Return the name of the record by which a claimer says that it has a ticket's blocks."""
         return f"{self.prefix}:ack:{_digest_of(ticket_id)}"
 
     def producer(self, incarnation: str) -> str:
-        """Return the name of the record that shows that a publishing node is alive."""
+        """Return the name of the liveness lease of a publishing node."""
         return f"{self.prefix}:producer:{_digest_of(incarnation)}"
 
 
 class NameRun(Sequence[str]):
-    """The names of the keys of consecutive blocks, each made when it is read.
+    """The names of consecutive blocks, each built when it is read.
 
     Attributes:
-        is_checked: True if one of the names was checked, and therefore all are valid.
+        is_checked: True once a name was found valid for stores; all others are then valid too, as
+            they differ only in the digest.
     """
 
     __slots__ = ("_keys", "_names", "is_checked")
@@ -819,12 +841,12 @@ class NameRun(Sequence[str]):
 
 
 def lists_tails(name: str) -> bool:
-    """Return whether `name` is that of a list of tails (partial last blocks)."""
+    """Return whether `name` is the name of a list of tails (partial last blocks)."""
     return name.endswith(":tails")
 
 
 def is_ticket_name(name: str) -> bool:
-    """Return whether `name` is that of a ticket or open ticket, which names stored blocks."""
+    """Return whether `name` is the name of a ticket or of an open ticket."""
     return name.split(":")[1:2] in (["ticket"], ["open"])
 
 

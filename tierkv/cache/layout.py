@@ -1,7 +1,7 @@
-"""The layout of a block: its planes, in order, with byte sizes.
+"""The layout of a block: its planes, in order, with their sizes in bytes.
 
-A layout is data, without code for a kind of attention. The order of the planes is the order of
-their bytes in a host slot and in a stored value.
+One class describes all kinds of attention. The planes' order in the layout is the order of their
+bytes in a host slot and in a stored value.
 
     host slot   | plane 0 | plane 1 | ... |  block_bytes, one contiguous range
     device      plane p is its own array, uint8 [num_blocks, planes[p].block_bytes]
@@ -24,18 +24,19 @@ Bytes1D = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One role of one layer, such as the keys of layer 3.
+    """One plane of a block: one role of one layer, such as the keys of layer 3.
 
     Attributes:
         layer: 0-based index of the layer; speculative (MTP) layers follow the main model's.
-        role: "key", "value", "latent", "scale", "indexer", or the engine's own word.
-        dtype: name of the element type; copies do not interpret it.
+        role: "key", "value", "latent", "scale", "indexer", or another name that the engine uses.
+        dtype: name of the element type, such as "bfloat16". Copies do not convert elements.
         block_bytes: bytes of this plane in one block.
-        token_bytes: bytes of one token, if token t lies at [t * token_bytes, (t + 1) *
-            token_bytes); None if only the attention backend knows where a token lies.
-        has_prefixes: True if a block also serves prompts that share only its first tokens, as
-            attention's KV does. False for a recurrent state, which is valid only after all tokens
-            of its block.
+        token_bytes: bytes of one token, if token t is at bytes [t * token_bytes, (t + 1) *
+            token_bytes) of the plane's part of the block. None if only the attention backend can
+            find a token in these bytes.
+        has_prefixes: True if a block can be reused for a prompt that shares only the block's first
+            tokens, as attention's KV can. False for a recurrent state, which is valid only after
+            all tokens of its block.
     """
 
     layer: int
@@ -56,15 +57,16 @@ class Plane:
 
 @dataclass(frozen=True)
 class Layout:
-    """All planes of a block of `block_size` tokens, ordered by layer.
+    """The planes of a block of `block_size` tokens, ordered by layer.
 
     Attributes:
         block_size: number of tokens of a block.
-        planes: the planes, in the order of their bytes.
+        planes: the planes, in the order of their bytes in a host slot.
 
     Raises:
-        LayoutError: there are no planes, they are not ordered by layer, repeat a (layer, role),
-            skip a layer, or declare token bytes that do not fill the plane.
+        LayoutError: `block_size` is below 1; or there is no plane; or the planes are not ordered by
+            layer, skip a layer, or repeat a (layer, role); or a plane's `token_bytes` times
+            `block_size` is not its `block_bytes`.
     """
 
     block_size: int
@@ -100,7 +102,7 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Start of each plane in a host slot, in bytes."""
+        """Offset of each plane in a host slot, in bytes."""
         starts, at = [], 0
         for plane in self.planes:
             starts.append(at)
@@ -109,7 +111,7 @@ class Layout:
 
     @cached_property
     def planes_of_layer(self) -> tuple[range, ...]:
-        """The indices of each layer's planes, one range for each layer."""
+        """For each layer, the range of indices in `planes` of its planes."""
         ranges, start = [], 0
         for layer in range(self.num_layers):
             stop = start
@@ -121,17 +123,20 @@ class Layout:
 
     @cached_property
     def has_token_bytes(self) -> bool:
-        """True if every plane declares the place of each token, so that a part can be stored."""
+        """True if every plane has `token_bytes`; tails are then stored without unused bytes."""
         return all(plane.token_bytes is not None for plane in self.planes)
 
     @cached_property
     def has_prefixes(self) -> bool:
-        """True if a block also serves prompts that share only its first tokens (see `Plane`)."""
+        """True if a block can be reused for a prompt that shares only the block's first tokens."""
         return all(plane.has_prefixes for plane in self.planes)
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that differ for any two layouts that give the same bytes another meaning."""
+        """SHA-256 digest of the block size and all planes, 32 bytes.
+
+        Different for different layouts.
+        """
         h = hashlib.sha256(b"tierkv layout v1")
         h.update(self.block_size.to_bytes(8, "little"))
         for plane in self.planes:
@@ -145,17 +150,17 @@ class Layout:
         return h.digest()
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Return the payload bytes of a stored block or tail.
+        """Return the number of bytes of a stored block or tail, without the value's header.
 
         Args:
-            num_tokens: number of tokens in it, from 1 to the block size.
+            num_tokens: number of tokens of the block or tail, from 1 to `block_size`.
 
         Returns:
-            The number of bytes; that of a full block if the layout does not declare the place of
-                each token.
+            The number of bytes. A tail has as many bytes as a full block if a plane has no
+                `token_bytes`.
 
         Raises:
-            LayoutError: the number of tokens is outside that range.
+            LayoutError: `num_tokens` is outside its range.
         """
         if not 0 < num_tokens <= self.block_size:
             raise LayoutError(f"a block holds 1 to {self.block_size} tokens, not {num_tokens}")
@@ -164,17 +169,21 @@ class Layout:
         return sum((plane.token_bytes or 0) * num_tokens for plane in self.planes)
 
     def cut_tail(self, slot: Bytes1D, num_tokens: int) -> Bytes1D:
-        """Return the first tokens of a host slot, as one contiguous payload.
+        """Return the bytes of the first tokens in a host slot, as one contiguous array.
 
-        The payload has no bytes of the slot's other tokens. If a plane does not declare the place
-        of each token, the payload is the whole block.
+        The result has no bytes of the slot's later tokens. If a plane has no `token_bytes`, the
+        result is the whole slot.
 
         Args:
             slot: uint8 [block_bytes].
-            num_tokens: number of first tokens, from 1 to the block size.
+            num_tokens: number of first tokens, from 1 to `block_size`.
 
         Returns:
-            A copy, or `slot` itself; uint8 [stored_bytes(num_tokens)].
+            uint8 [stored_bytes(num_tokens)]; a copy, or `slot` itself if all of its bytes are
+                needed.
+
+        Raises:
+            LayoutError: `num_tokens` is outside its range.
         """
         if self.stored_bytes(num_tokens) == self.block_bytes:
             return slot
@@ -186,15 +195,16 @@ class Layout:
         )
 
     def paste_tail(self, payload: Bytes1D, slot: Bytes1D, num_tokens: int) -> None:
-        """Write the payload of `cut_tail` to its places in a host slot, and zero the rest.
+        """Write the result of `cut_tail` into a host slot, and set the slot's other bytes to zero.
 
         Args:
-            payload: uint8 [stored_bytes(num_tokens)].
-            slot: uint8 [block_bytes], which is written.
-            num_tokens: number of first tokens, from 1 to the block size.
+            payload: uint8 [stored_bytes(num_tokens)], the result of `cut_tail`.
+            slot: uint8 [block_bytes], the slot to write.
+            num_tokens: number of tokens in `payload`, from 1 to `block_size`.
 
         Raises:
-            LayoutError: a length is wrong; nothing was written.
+            LayoutError: `payload` or `slot` has a wrong length, or `num_tokens` is outside its
+                range; nothing was written.
         """
         if len(payload) != self.stored_bytes(num_tokens) or len(slot) != self.block_bytes:
             raise LayoutError(
@@ -221,15 +231,16 @@ def attention_layout(
     item_bytes: int,
     block_size: int,
 ) -> Layout:
-    """Return the layout of MHA or GQA: a key and a value plane per layer.
+    """Return the layout of multi-head or grouped-query attention.
 
-    Planes are token-major: [block_size, heads, head_dim].
+    Each layer has a key plane and a value plane. Within a block, a plane is ordered by token:
+    [block_size, num_kv_heads, head_dim].
 
     Args:
         num_layers: number of layers.
         num_kv_heads: number of key and value heads of a layer.
         head_dim: number of elements of a head for one token.
-        dtype: name of the element type, such as bfloat16.
+        dtype: name of the element type, such as "bfloat16".
         item_bytes: bytes of one element.
         block_size: number of tokens of a block.
     """
@@ -245,10 +256,11 @@ def attention_layout(
 
 
 def layered(block_size: int, roles: Sequence[tuple[str, str, int]], num_layers: int) -> Layout:
-    """Return a layout of `num_layers` equal layers.
+    """Return a layout in which all layers have the same planes.
 
-    MLA is `[("latent", "bfloat16", 1152)]`; sparse attention with an indexer adds `("indexer",
-    "uint8", 132)`; block-wise fp8 adds `("scale", "float32", ...)` planes.
+    Examples of `roles`: `[("latent", "bfloat16", 1152)]` for MLA; with `("indexer", "uint8", 132)`
+    after it for sparse attention with an indexer; with a plane `("scale", "float32", ...)` for
+    block-wise fp8.
 
     Args:
         block_size: number of tokens of a block.
