@@ -13,7 +13,7 @@ import pytest
 
 from tests.world import World, world
 from tierkv.cache.node import CopyState, Tier, TreeNode
-from tierkv.sched.request import RequestState, TenantUse
+from tierkv.sched.request import RequestState, SpaceUse
 
 Undo = Callable[[], None]
 
@@ -115,10 +115,10 @@ FIELDS: list[tuple[Callable[[World], Any], str, Any, str]] = [
     (running_of, "refused", (0,), "lists refused blocks beyond its lease"),
     (
         lambda on: on.service.scheduler._running,
-        *("_of_tenant", {"": TenantUse(9)}, "num_with_blocks=9"),
+        *("_of_space", {"": SpaceUse(9)}, "num_with_blocks=9"),
     ),
     (
-        lambda on: on.service.scheduler._running.of_tenant(""),
+        lambda on: on.service.scheduler._running.of_space(""),
         *("num_private", 99, "num_private=99"),
     ),
     (lambda on: running_of(on).promise, "is_over", True, "is over but still listed"),

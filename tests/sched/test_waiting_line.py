@@ -26,8 +26,8 @@ def anybody(_: Waiting) -> bool:
     return True
 
 
-def one(name: str, *, tenant: str = "", priority: int = 0) -> Waiting:
-    prompt = Prompt.of([1, 2, 3, 4], 4, space=tenant)
+def one(name: str, *, space: str = "", priority: int = 0) -> Waiting:
+    prompt = Prompt.of([1, 2, 3, 4], 4, space=space)
     spec = RequestSpec(name, prompt, 0, priority=priority)
     return Waiting(spec, None, asyncio.get_running_loop().create_future())
 
@@ -41,15 +41,15 @@ class Rule:
         self.served = 0
         self.passed: dict[int, int] = {}
 
-    def join(self, one: Waiting, tenants: set[str]) -> None:
-        """tenants: of all that wait, those aside included."""
-        if one.tenant not in tenants:
-            level = min((self.given.get(each, 0) for each in tenants), default=self.served)
-            self.given[one.tenant] = max(self.given.get(one.tenant, 0), level)
+    def join(self, one: Waiting, spaces: set[str]) -> None:
+        """spaces: of all that wait, those aside included."""
+        if one.space not in spaces:
+            level = min((self.given.get(each, 0) for each in spaces), default=self.served)
+            self.given[one.space] = max(self.given.get(one.space, 0), level)
         self.in_turn.append(one)
 
     def place(self, one: Waiting) -> tuple[int, int]:
-        return self.given.get(one.tenant, 0), one.number
+        return self.given.get(one.space, 0), one.number
 
     def first(self) -> Waiting | None:
         levels = {one.priority for one in self.in_turn}
@@ -69,8 +69,8 @@ class Rule:
                 self.passed[level] = self.passed.get(level, 0) + 1
         self.passed[one.priority] = 0
         self.in_turn.remove(one)
-        self.served = max(self.served, self.given[one.tenant])
-        self.given[one.tenant] += num_blocks
+        self.served = max(self.served, self.given[one.space])
+        self.given[one.space] += num_blocks
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -81,9 +81,9 @@ async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) 
     for number in range(1500):
         what = rng.choice(ways)
         if what == "join" or not len(line):
-            tenant, priority = rng.choice("abc"), rng.choice([0, 0, 5, 5, 5, 9, 9, 9])
-            comes = one(str(number), tenant=tenant, priority=priority)
-            rule.join(comes, {each.tenant for each in line})
+            space, priority = rng.choice("abc"), rng.choice([0, 0, 5, 5, 5, 9, 9, 9])
+            comes = one(str(number), space=space, priority=priority)
+            rule.join(comes, {each.space for each in line})
             line.join(comes)
         elif what == "leave":
             gone = rng.choice(list(line))
@@ -96,7 +96,7 @@ async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) 
             assert first is not None
             num_blocks = rng.randrange(1, 9)
             line.admitted(first)
-            line.given(first.tenant, num_blocks)
+            line.given(first.space, num_blocks)
             rule.admitted(first, num_blocks)
         elif what == "aside" and rule.in_turn:
             chosen = rng.choice(rule.in_turn)
@@ -118,8 +118,8 @@ async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) 
     assert line.next(anybody) is None
 
 
-async def run_one(here: World, name: str, tenant: str = "") -> None:
-    prompt = Prompt.of([int(name) % 7] * 4, GQA.block_size, space=tenant)
+async def run_one(here: World, name: str, space: str = "") -> None:
+    prompt = Prompt.of([int(name) % 7] * 4, GQA.block_size, space=space)
     request = await begin_request(here.service, name, prompt, max_new_tokens=0)
     here.service.scheduler.end(request)
 
@@ -155,13 +155,13 @@ async def test_the_cost_of_an_admission_does_not_grow_with_those_that_wait() -> 
     def seconds(length: int) -> float:
         line = WaitingLine()
         for number in range(length):
-            line.join(one(str(number), tenant=str(number % 5), priority=number % 3))
+            line.join(one(str(number), space=str(number % 5), priority=number % 3))
         started = time.thread_time()
         for _ in range(100):
             first = line.next(anybody)
             assert first is not None
             line.admitted(first)
-            line.given(first.tenant, 1)
+            line.given(first.space, 1)
         return time.thread_time() - started
 
     short = min(seconds(100) for _ in range(5))
@@ -171,14 +171,14 @@ async def test_the_cost_of_an_admission_does_not_grow_with_those_that_wait() -> 
 async def test_a_tenant_at_its_limit_with_thousands_waiting_costs_others_nothing() -> None:
     line, looks = WaitingLine(), 0
     for number in range(2_000):
-        line.join(one(str(number), tenant="busy"))
-    other = one("other", tenant="calm", priority=-1)
+        line.join(one(str(number), space="busy"))
+    other = one("other", space="calm", priority=-1)
     line.join(other)
 
     def may_go(waiting: Waiting) -> bool:
         nonlocal looks
         looks += 1
-        return waiting.tenant != "busy"
+        return waiting.space != "busy"
 
     assert line.next(may_go) is other
     assert looks == 2
@@ -218,20 +218,20 @@ def serve(line: WaitingLine) -> Waiting:
     first = line.next(anybody)
     assert first is not None
     line.admitted(first)
-    line.given(first.tenant, BLOCKS)
+    line.given(first.space, BLOCKS)
     return first
 
 
-def join(line: WaitingLine, count: int, *, tenant: str = "", priority: int = 0) -> None:
+def join(line: WaitingLine, count: int, *, space: str = "", priority: int = 0) -> None:
     for _ in range(count):
-        line.join(one(f"number {next(numbers)}", tenant=tenant, priority=priority))
+        line.join(one(f"number {next(numbers)}", space=space, priority=priority))
 
 
 async def test_two_tenants_with_long_backlogs_take_turns_to_the_end() -> None:
     line = WaitingLine()
-    join(line, 100, tenant="many")
-    join(line, 100, tenant="late")
-    served = [serve(line).tenant for _ in range(200)]
+    join(line, 100, space="many")
+    join(line, 100, space="late")
+    served = [serve(line).space for _ in range(200)]
     assert all(first != second for first, second in pairwise(served))
 
 
@@ -239,21 +239,21 @@ async def test_what_a_tenant_had_while_it_was_alone_is_no_debt() -> None:
     line = WaitingLine()
     for _ in range(1000):
         line.given("was alone", BLOCKS)
-    join(line, 50, tenant="new")
-    join(line, 50, tenant="was alone")
-    served = [serve(line).tenant for _ in range(100)]
+    join(line, 50, space="new")
+    join(line, 50, space="was alone")
+    served = [serve(line).space for _ in range(100)]
     assert served[:50].count("was alone") in (24, 25)
 
 
 async def test_a_tenant_that_comes_back_has_no_old_credit() -> None:
     line = WaitingLine()
-    join(line, 1, tenant="rare")
+    join(line, 1, space="rare")
     serve(line)
     for _ in range(1000):
         line.given("busy", BLOCKS)
-    join(line, 50, tenant="busy")
-    join(line, 50, tenant="rare")
-    served = [serve(line).tenant for _ in range(100)]
+    join(line, 50, space="busy")
+    join(line, 50, space="rare")
+    served = [serve(line).space for _ in range(100)]
     assert served[:50].count("rare") in (24, 25, 26)
 
 

@@ -529,7 +529,7 @@ class Starts:
         """
         if not space.has_quota:
             return self._tiers.eviction.acquire(Tier.DEVICE, count)
-        reserved = self._running.of_tenant(space.name).num_private
+        reserved = self._running.of_space(space.name).num_private
         return self._tiers.eviction.acquire(Tier.DEVICE, count, space, reserved=reserved)
 
     def _made(
@@ -904,7 +904,7 @@ class Admissions:
         self._is_pumping = False
         self._pumps_again = False
         self._next_pump: asyncio.Handle | None = None  # continues with the rest of the queue
-        self._over_quota: set[str] = set()  # tenants with a full quota in this round
+        self._over_quota: set[str] = set()  # spaces with a full quota in this round
         self._stuck: Waiting | None = None  # the first in the queue, if it had no room
 
     @property
@@ -988,8 +988,8 @@ class Admissions:
             try:
                 request = self._start_or_park(waiting)
             except OverQuotaError:
-                if self._is_busy(waiting.tenant) or not self._unblock(waiting, waiting.tenant):
-                    self._over_quota.add(waiting.tenant)
+                if self._is_busy(waiting.space) or not self._unblock(waiting, waiting.space):
+                    self._over_quota.add(waiting.space)
                 continue
             except OutOfBlocksError:
                 is_busy = self._is_busy()
@@ -1078,20 +1078,20 @@ class Admissions:
         space = spec.prompt.space
         return space not in self._over_quota and not self._growth.holds_up(space)
 
-    def _is_busy(self, tenant: str | None = None) -> bool:
-        """Return whether running requests or copies (of `tenant`, or of all) will free blocks."""
-        if self._tiers.work.is_at_work(tenant):
+    def _is_busy(self, space: str | None = None) -> bool:
+        """Return whether running requests or copies (of `space`, or of all) will free blocks."""
+        if self._tiers.work.is_at_work(space):
             return True
-        return bool(self._running.by_id) if tenant is None else self._running.has_tenant(tenant)
+        return bool(self._running.by_id) if space is None else self._running.has_space(space)
 
-    def _unblock(self, first: Waiting, tenant: str | None = None) -> bool:
+    def _unblock(self, first: Waiting, space: str | None = None) -> bool:
         """Release blocks of waiting requests, so that the first in the queue fits.
 
-        Called when only waiting requests hold blocks (of the tenant with the full quota, or at
+        Called when only waiting requests hold blocks (of the space with the full quota, or at
         all). The last in the queue releases its fetched blocks first. After these, the first
         request gives up copying a partly shared block. Returns False if nothing is left to release.
         """
-        if self._line.release_last_fetched(tenant):
+        if self._line.release_last_fetched(space):
             return True
         if first.uses_partial:
             first.uses_partial = False

@@ -1,6 +1,6 @@
-"""The order of waiting requests: by priority, then by tenant, then by arrival.
+"""The order of waiting requests: by priority, then by space, then by arrival.
 
-Within one priority, the tenant that was given the fewest blocks is next. Requests of one tenant are
+Within one priority, the space that was given the fewest blocks is next. Requests of one space are
 admitted in order of arrival. A low priority gets one turn before all others when MAX_PASSED_OVER
 later requests of higher priority have been admitted before it.
 """
@@ -48,7 +48,7 @@ class Waiting:
     parked_at: float = 0.0
 
     @property
-    def tenant(self) -> str:
+    def space(self) -> str:
         return self.spec.prompt.space
 
     @property
@@ -94,7 +94,7 @@ class _Level:
     """The waiting requests of one priority.
 
     Attributes:
-        queues: by tenant, a heap of the numbers of requests in the queue. Numbers of requests that
+        queues: by space, a heap of the numbers of requests in the queue. Numbers of requests that
             have left stay until they reach the top.
         num_passed: number of later requests of higher priority that were admitted before this
             level's next request.
@@ -111,7 +111,7 @@ class _Level:
 class WaitingLine:
     """The queue of waiting requests.
 
-    The time to find the next request grows with the number of waiting tenants, not of requests. A
+    The time to find the next request grows with the number of waiting spaces, not of requests. A
     request that waits for another request's blocks stands aside: the requests behind it are
     admitted, and later it returns to its place in the queue.
     """
@@ -120,10 +120,10 @@ class WaitingLine:
         self._line: dict[int, Waiting] = {}  # by number, which is the order of arrival
         self._by_id: dict[str, Waiting] = {}
         self._given: dict[str, int] = {}
-        self._num_of_tenant: Counter[str] = Counter()
+        self._num_of_space: Counter[str] = Counter()
         self._num_ever = 0
         self._levels: dict[int, _Level] = {}  # the highest priority first
-        self._served = 0  # most blocks that any tenant had been given before a turn of its own
+        self._served = 0  # most blocks that any space had been given before a turn of its own
         self._aside: dict[Promise, list[tuple[int, int]]] = {}  # heaps of (block, number)
         # Requests with fetched blocks, in order; None after a change of the queue.
         self._holding: list[Waiting] | None = None
@@ -145,22 +145,22 @@ class WaitingLine:
     def find(self, request_id: str) -> Waiting | None:
         return self._by_id.get(request_id)
 
-    def has_tenant(self, tenant: str) -> bool:
-        return tenant in self._num_of_tenant
+    def has_space(self, space: str) -> bool:
+        return space in self._num_of_space
 
     def join(self, waiting: Waiting) -> None:
         """Add a request at the end of the queue; no other one in the queue may have the same id."""
         assert waiting.spec.request_id not in self._by_id, "the request id is already in the queue"
         waiting.number = self._num_ever
         self._num_ever += 1
-        tenant = waiting.tenant
-        # A tenant that joins counts as given as many blocks as the waiting tenants, so that it has
-        # no credit from its idle time; if no tenant waits, as many as the last one served.
-        if tenant not in self._num_of_tenant:
-            waiting_now = (self._given.get(one, 0) for one in self._num_of_tenant)
+        space = waiting.space
+        # A space that joins counts as given as many blocks as the waiting spaces, so that it has
+        # no credit from its idle time; if no space waits, as many as the last one served.
+        if space not in self._num_of_space:
+            waiting_now = (self._given.get(one, 0) for one in self._num_of_space)
             least = min(waiting_now, default=self._served)
-            self._given[tenant] = max(self._given.get(tenant, 0), least)
-        self._num_of_tenant[tenant] += 1
+            self._given[space] = max(self._given.get(space, 0), least)
+        self._num_of_space[space] += 1
         self._line[waiting.number] = waiting
         self._by_id[waiting.spec.request_id] = waiting
         self._queue(waiting)
@@ -172,31 +172,31 @@ class WaitingLine:
         if level is None:
             level = self._levels[waiting.priority] = _Level()
             self._levels = dict(sorted(self._levels.items(), reverse=True))
-        heapq.heappush(level.queues.setdefault(waiting.tenant, []), waiting.number)
+        heapq.heappush(level.queues.setdefault(waiting.space, []), waiting.number)
 
     def leave(self, waiting: Waiting) -> None:
         waiting.unpark()
         del self._line[waiting.number]
         del self._by_id[waiting.spec.request_id]
-        self._num_of_tenant[waiting.tenant] -= 1
-        if not self._num_of_tenant[waiting.tenant]:
-            del self._num_of_tenant[waiting.tenant]
+        self._num_of_space[waiting.space] -= 1
+        if not self._num_of_space[waiting.space]:
+            del self._num_of_space[waiting.space]
         self._holding = None
 
-    def forget(self, tenant: str) -> None:
-        """Forget how many blocks a closed tenant was given."""
-        self._given.pop(tenant, None)
+    def forget(self, space: str) -> None:
+        """Forget how many blocks a closed space was given."""
+        self._given.pop(space, None)
 
-    def given(self, tenant: str, num_blocks: int) -> None:
-        """Record that a tenant was given blocks; tenants with fewer blocks are served first.
+    def given(self, space: str, num_blocks: int) -> None:
+        """Record that a space was given blocks; spaces with fewer blocks are served first.
 
         Args:
-            tenant: name of the tenant.
+            space: name of the space.
             num_blocks: number of blocks that the admitted request was given.
         """
-        before = self._given.get(tenant, 0)
+        before = self._given.get(space, 0)
         self._served = max(self._served, before)
-        self._given[tenant] = before + num_blocks
+        self._given[space] = before + num_blocks
 
     def admitted(self, waiting: Waiting) -> None:
         """Remove an admitted request; count it for each lower priority with an older request."""
@@ -210,7 +210,7 @@ class WaitingLine:
     def next(self, may_go: Callable[[Waiting], bool]) -> Waiting | None:
         """Return the next request to admit; None if there is none.
 
-        If `may_go` returns False for a tenant's first request, the tenant is skipped. Its later
+        If `may_go` returns False for a space's first request, the space is skipped. Its later
         requests are not tried, since small ones would otherwise starve a big one.
         """
         found = {priority: self._firsts(level) for priority, level in self._levels.items()}
@@ -223,25 +223,25 @@ class WaitingLine:
         for priority in order:
             for _, number in sorted(found[priority]):
                 waiting = self._line[number]
-                if waiting.tenant not in refused:
+                if waiting.space not in refused:
                     if may_go(waiting):
                         return waiting
-                    refused.add(waiting.tenant)
+                    refused.add(waiting.space)
         return None
 
     def _firsts(self, level: _Level) -> list[tuple[int, int]]:
-        """Return one pair for each tenant that has a request in the queue of this priority.
+        """Return one pair for each space that has a request in the queue of this priority.
 
-        A pair is the number of blocks given to the tenant, and the number of its first request.
+        A pair is the number of blocks given to the space, and the number of its first request.
         """
         firsts = []
-        for tenant, numbers in list(level.queues.items()):
+        for space, numbers in list(level.queues.items()):
             while numbers and not self._waits_for_turn(numbers[0]):
                 heapq.heappop(numbers)
             if numbers:
-                firsts.append((self._given.get(tenant, 0), numbers[0]))
+                firsts.append((self._given.get(space, 0), numbers[0]))
             else:
-                del level.queues[tenant]
+                del level.queues[space]
         return firsts
 
     def _waits_for_turn(self, number: int) -> bool:
@@ -290,11 +290,11 @@ class WaitingLine:
 
     # Fetched blocks
 
-    def release_last_fetched(self, tenant: str | None = None) -> bool:
+    def release_last_fetched(self, space: str | None = None) -> bool:
         """Release the fetched blocks of one request, the last in the queue that has any.
 
         Args:
-            tenant: the tenant of the request; None for any.
+            space: the space of the request; None for any.
 
         Returns:
             True if there was such a request.
@@ -302,7 +302,7 @@ class WaitingLine:
         if self._holding is None:
             self._holding = [one for one in self.ordered() if one.holds_fetched]
         for one in reversed(self._holding):
-            if one.fetched is not None and tenant in (None, one.tenant):
+            if one.fetched is not None and space in (None, one.space):
                 self._holding.remove(one)
                 fetched, one.fetched = one.fetched, None
                 if not fetched.is_released:
@@ -311,10 +311,10 @@ class WaitingLine:
         return False
 
     def ordered(self) -> list[Waiting]:
-        """Return all requests, sorted by priority, tenant and arrival."""
+        """Return all requests, sorted by priority, space and arrival."""
         return sorted(
             self._line.values(),
-            key=lambda one: (-one.priority, self._given.get(one.tenant, 0), one.number),
+            key=lambda one: (-one.priority, self._given.get(one.space, 0), one.number),
         )
 
     def findings(self) -> list[str]:
@@ -336,14 +336,14 @@ class WaitingLine:
         queued = {
             number
             for priority, level in self._levels.items()
-            for tenant, numbers in level.queues.items()
+            for space, numbers in level.queues.items()
             for number in filter(self._waits_for_turn, numbers)
-            if (self._line[number].priority, self._line[number].tenant) == (priority, tenant)
+            if (self._line[number].priority, self._line[number].space) == (priority, space)
         }
         if sorted(queued) != [one.number for one in self if one.wait is None]:
             wrong.append("the requests with a turn differ from the requests that wait for a turn")
-        if self._num_of_tenant != Counter(one.tenant for one in self):
-            wrong.append("the number of waiting tenants is wrong")
+        if self._num_of_space != Counter(one.space for one in self):
+            wrong.append("the number of waiting spaces is wrong")
         if {one.spec.request_id: one for one in self} != self._by_id:
             wrong.append("the waiting requests differ from the requests listed by id")
         return wrong

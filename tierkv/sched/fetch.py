@@ -872,10 +872,10 @@ class _Fetch:
             num_bytes = self.landed.num_tokens * estimator.bytes_per_token
             estimator.tier.arrived(self.transfer, num_bytes)
             if self.question is not None and self.question.is_try and self.question.wait_s:
-                whole_s = self.transfer.whole_s(asyncio.get_running_loop().time())
+                remaining_s = self.transfer.remaining_s(asyncio.get_running_loop().time())
                 left = int((self.transfer.num_bytes - num_bytes) / estimator.bytes_per_token)
-                if whole_s < estimator.compute_s(left):
-                    rest_s = whole_s + SLACK_S
+                if remaining_s < estimator.compute_s(left):
+                    rest_s = remaining_s + SLACK_S
         if not self.outcome.done():
             self.budget.arrived(rest_s)
             self.deadline_at = self.budget.deadline_at

@@ -540,7 +540,7 @@ class RequestState(Enum):
     ENDED = "ended"
 
 
-class TenantUse(msgspec.Struct):
+class SpaceUse(msgspec.Struct):
     """Numbers of one tenant's requests that have blocks, and of their private blocks.
 
     Attributes:
@@ -602,7 +602,7 @@ class Request(msgspec.Struct, eq=False):
     matched: Matched
     gate: LayerGate
     loads: tuple[Movement, ...]
-    use: TenantUse
+    use: SpaceUse
     state: RequestState = RequestState.RUNNING
     computed_tokens: int = 0
     written: tuple[Event, ...] = ()
@@ -743,7 +743,7 @@ class Request(msgspec.Struct, eq=False):
             raise RequestAbortedError(f"request {self.request_id!r} was aborted")
 
 
-_NO_USE = TenantUse()
+_NO_USE = SpaceUse()
 
 
 class Running:
@@ -757,7 +757,7 @@ class Running:
     def __init__(self) -> None:
         self.by_id: dict[str, Request] = {}
         self.ending: set[Request] = set()
-        self._of_tenant: dict[str, TenantUse] = {}
+        self._of_space: dict[str, SpaceUse] = {}
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.by_id.values()
@@ -766,23 +766,23 @@ class Running:
     def __contains__(self, request: Request) -> bool:
         return request in self.ending or self.by_id.get(request.request_id) is request
 
-    def of_tenant(self, space: str) -> TenantUse:
+    def of_space(self, space: str) -> SpaceUse:
         """Return the counts of a tenant, zeros for an idle one; the caller must not change them."""
-        return self._of_tenant.get(space, _NO_USE)
+        return self._of_space.get(space, _NO_USE)
 
-    def use_of(self, space: str) -> TenantUse:
+    def use_of(self, space: str) -> SpaceUse:
         """Return the counts object to put into a new request of this tenant."""
-        use = self._of_tenant.get(space)
-        return TenantUse() if use is None else use
+        use = self._of_space.get(space)
+        return SpaceUse() if use is None else use
 
-    def has_tenant(self, space: str) -> bool:
+    def has_space(self, space: str) -> bool:
         """Return whether the tenant has a running request, or an ended one with running copies."""
-        return space in self._of_tenant
+        return space in self._of_space
 
     def add(self, request: Request) -> None:
         spec, use, num_blocks = request.spec, request.use, len(request.block_table)
         self.by_id[spec.request_id] = request
-        self._of_tenant[spec.prompt.space] = use
+        self._of_space[spec.prompt.space] = use
         use.num_with_blocks += 1
         use.num_private += num_blocks - request.lease.num_blocks
 
@@ -801,17 +801,17 @@ class Running:
         use.num_private -= num_private
         use.num_with_blocks -= 1
         if not use.num_with_blocks:
-            del self._of_tenant[request.spec.prompt.space]
+            del self._of_space[request.spec.prompt.space]
 
     def findings(self) -> list[str]:
         """Return wrong counts, one sentence each; [] if there are none."""
-        found: dict[str, TenantUse] = {}
+        found: dict[str, SpaceUse] = {}
         for one in self:
-            use = found.setdefault(one.space, TenantUse())
+            use = found.setdefault(one.space, SpaceUse())
             use.num_with_blocks += 1
             use.num_private += one.num_private
         return [
-            f"tenant {space!r} has {found.get(space)}, but {self._of_tenant.get(space)} is counted"
-            for space in sorted(found.keys() | self._of_tenant.keys())
-            if found.get(space) != self._of_tenant.get(space)
+            f"space {space!r} has {found.get(space)}, but {self._of_space.get(space)} is counted"
+            for space in sorted(found.keys() | self._of_space.keys())
+            if found.get(space) != self._of_space.get(space)
         ]

@@ -130,16 +130,16 @@ class Scheduler:
             if not waiting.outcome.done():
                 waiting.outcome.set_exception(ShuttingDownError("this node is shutting down"))
 
-    def forget_turns(self, tenant: str) -> None:
+    def forget_turns(self, space: str) -> None:
         """Forget how many blocks a tenant was given; called when the tenant is closed."""
-        self._waiting.forget(tenant)
+        self._waiting.forget(space)
 
-    def is_used_by(self, tenant: str) -> bool:
+    def is_used_by(self, space: str) -> bool:
         """Return whether the tenant has running, waiting, ending or preempted requests."""
         return (
-            self._waiting.has_tenant(tenant)
-            or self._running.has_tenant(tenant)
-            or any(one.space == tenant for one in self._preempted)
+            self._waiting.has_space(space)
+            or self._running.has_space(space)
+            or any(one.space == space for one in self._preempted)
         )
 
     @property

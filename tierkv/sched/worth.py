@@ -430,7 +430,7 @@ class Transfer:
     arrived_before: float
     arrived_bytes: float = 0.0
 
-    def whole_s(self, now: float) -> float:
+    def remaining_s(self, now: float) -> float:
         """Return the remaining seconds until all bytes have arrived, at the average speed."""
         took_s = now - self.began
         return took_s * (self.num_bytes / max(self.arrived_bytes, 1.0) - 1.0)
