@@ -1,4 +1,4 @@
-"""A node of the radix tree, which holds consecutive blocks, and the free slots of a tier.
+"""Nodes of the radix tree, the slots and states of their blocks, and the pools of slots.
 
 Each node belongs to the space (part of the index) of one fingerprint: tenants and adapters never
 share a node.
@@ -25,7 +25,7 @@ _INTP: Final = np.dtype(np.intp)
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """The capacity and the number of free ids of one tier's pool."""
+    """The number of ids and of free ids in the pool of one tier."""
 
     tier: str
     capacity: int
@@ -37,10 +37,11 @@ class PoolStats:
 
 
 class BlockPool:
-    """A pool of the ids 0..capacity-1, each free or allocated.
+    """An allocator of the ids 0..capacity-1, such as the slots of a tier.
 
-    Allocation is all or nothing and takes O(n) time for n ids. The id that was released last is
-    allocated first, since its memory is most likely in a CPU cache. A double release raises.
+    `allocate` allocates all ids or none, in O(n) time for n ids. The id that was released last is
+    allocated first, since its memory is most likely in a CPU cache. A second release of an id
+    raises.
 
     Args:
         tier: name of the tier in error messages.
@@ -64,7 +65,7 @@ class BlockPool:
         self.grow(capacity)
 
     def stats(self) -> PoolStats:
-        """Return the present capacity and number of free ids."""
+        """Return the present numbers of ids and of free ids."""
         return PoolStats(self.tier, self.capacity, self.num_free)
 
     def allocate(self, count: int) -> Ids:
@@ -91,10 +92,10 @@ class BlockPool:
         return ids
 
     def release(self, ids: Ids | Sequence[int]) -> None:
-        """Free ids.
+        """Free allocated ids.
 
         Raises:
-            OwnershipError: an id is out of range, not allocated, or given twice; nothing changed.
+            OwnershipError: an id is out of range, free, or passed twice; nothing changed.
         """
         count = len(ids)
         if not count:
@@ -113,18 +114,21 @@ class BlockPool:
         self.num_free = stop
 
     def exchange(self, given: Sequence[Ids], count: int) -> Ids:
-        """Allocate `count` ids, reusing the allocated ids in `given`, which their owner gives up.
+        """Return `count` allocated ids: those in `given`, and newly allocated ones for the rest.
+
+        The caller must own the ids in `given`, and owns those in the result afterwards.
 
         Args:
-            given: int32 arrays of allocated ids, each id once.
-            count: number of ids to return, those of `given` included.
+            given: int32 arrays of allocated ids, each id once. If these are more than `count`, all
+                are released, and `count` others may be returned.
+            count: number of ids to return.
 
         Returns:
             The ids, int32 [count].
 
         Raises:
-            OwnershipError: an id of `given` is not allocated; nothing changed.
-            OutOfBlocksError: too few ids are free; `given` was released.
+            OwnershipError: an id in `given` is not allocated; nothing changed.
+            OutOfBlocksError: too few ids are free; all ids in `given` were released.
         """
         if not given:
             return self.allocate(count)
@@ -162,10 +166,10 @@ class BlockPool:
     # Resizing
 
     def grow(self, capacity: int) -> None:
-        """Add the ids from the present capacity up to `capacity`, all free.
+        """Raise the number of ids to `capacity`; the new ids are free.
 
         Raises:
-            ValueError: `capacity` is below the present one.
+            ValueError: `capacity` is below the present number.
         """
         if capacity < self.capacity:
             raise ValueError(f"{self.tier}: {capacity} blocks are fewer than {self.capacity}")
@@ -173,14 +177,15 @@ class BlockPool:
         self._reset(capacity, np.concatenate([more, self._free[: self.num_free]]))
 
     def shrink(self, capacity: int) -> None:
-        """Remove all ids from `capacity` on, of which none may be allocated.
+        """Remove all ids from `capacity` on; none of them may be allocated by another caller.
 
-        To make them free, allocate the free ones with `allocate_from`, so that no other caller gets
-        them; wait until the other callers have released theirs; then release your own.
+        Before this call, allocate the free ids from `capacity` on with `allocate_from`, so that no
+        other caller gets them. Wait until the other callers have released theirs, then release your
+        own.
 
         Raises:
             OwnershipError: an id from `capacity` on is allocated; nothing changed.
-            ValueError: `capacity` is negative or above the present one.
+            ValueError: `capacity` is negative or above the present number.
         """
         if not 0 <= capacity <= self.capacity:
             raise ValueError(f"{self.tier}: {capacity} blocks are not fewer than {self.capacity}")
@@ -195,7 +200,7 @@ class BlockPool:
         return (taken + first).astype(np.int32)
 
     def allocate_from(self, first: int) -> Ids:
-        """Allocate every free id from `first` on, before the pool is shrunk; return the ids."""
+        """Allocate every free id from `first` on, and return these ids, int32 [n]."""
         free = self._free[: self.num_free]
         given: Ids = free[free >= first].copy()
         rest = free[free < first].copy()
@@ -215,7 +220,7 @@ class BlockPool:
         self.capacity, self._free, self.num_free = capacity, stack, len(free)
 
     def findings(self, owned: Iterable[int]) -> list[str]:
-        """Return violated invariants, one sentence each, given the ids that have an owner."""
+        """Return violated invariants, one sentence each; `owned` are the ids that have an owner."""
         wrong: list[str] = []
         slots = np.fromiter(owned, np.int64)
         is_known = (slots >= 0) & (slots < self.capacity)
@@ -244,10 +249,10 @@ class BlockPool:
 
 
 class CopyState(IntEnum):
-    """The state of a block's copy on one tier; the copies on two tiers are independent.
+    """The state of a block on one tier, which does not depend on the block's state on another tier.
 
     ABSENT: the block has no slot. INCOMING: the block has a slot, and its bytes are being copied
-    there; no match uses the copy. READY: all bytes are there.
+    there; requests cannot use them yet. READY: all bytes are in the slot.
     """
 
     ABSENT = 0
@@ -256,7 +261,7 @@ class CopyState(IntEnum):
 
 
 class Change(IntEnum):
-    """A transition of a copy's state."""
+    """An event that changes the `CopyState` of a block on a tier."""
 
     RESERVE = 0  # a movement towards this tier is submitted
     ARRIVE = 1  # the movement is complete and its bytes are verified
@@ -275,27 +280,27 @@ _TABLE = {
 
 
 def is_allowed(current: CopyState, change: Change) -> bool:
-    """Return whether the transition table lets a copy in state `current` go through `change`.
+    """Return whether `change` is possible for a block in state `current`.
 
     Args:
-        current: state of the copy.
-        change: the transition of the state of the copies.
+        current: state of the block on a tier.
+        change: the change of the state.
     """
     return (current, change) in _TABLE
 
 
 def advance(current: CopyState, change: Change) -> CopyState:
-    """Return the state of a copy after a change.
+    """Return the state of a block on a tier after a change.
 
     Args:
-        current: state of the copy.
-        change: the transition of the state of the copies.
+        current: state before the change.
+        change: the change of the state.
 
     Returns:
-        The new state.
+        The state after the change.
 
     Raises:
-        OwnershipError: a copy in state `current` cannot go through `change`.
+        OwnershipError: the change is not possible in state `current`.
     """
     try:
         return _TABLE[current, change]
@@ -324,20 +329,19 @@ _AFTER: dict[Change, States] = {
 
 
 class TierCopies:
-    """The copies of a node's blocks on one tier: a slot and a state for each block.
+    """The slot and the state of each block of a tree node, on one tier.
 
-    While all blocks have the same state, only that value is kept. Slots are kept as int32 bytes,
-    which are faster to slice than small NumPy arrays; slices that were returned earlier do not
-    change.
+    While all blocks have the same state, only one state is stored. Slots are stored as int32 bytes,
+    which are faster to slice than small NumPy arrays. Arrays that were returned never change later.
 
     Args:
         num_blocks: number of blocks of the node.
-        uniform: the state of every block.
-        slots: the slots, int32 [num_blocks]; None for blocks without slots.
+        uniform: initial state of every block.
+        slots: initial slots, int32 [num_blocks]; None if no block has one.
 
     Attributes:
         num_present: number of blocks with a slot, ready or incoming.
-        uniform: the state of every block, None if states differ.
+        uniform: state of every block; None if the states differ.
     """
 
     __slots__ = ("_slots", "_states", "num_blocks", "num_present", "uniform")
@@ -353,14 +357,14 @@ class TierCopies:
 
     @property
     def states(self) -> States:
-        """The CopyState values, uint8 [num_blocks]; read-only."""
+        """`CopyState` value of each block, uint8 [num_blocks]; read-only."""
         if self._states is not None:
             return self._states
         return np.full(self.num_blocks, int(self.uniform or 0), np.uint8)
 
     @property
     def slots(self) -> Ids:
-        """The slots, int32 [num_blocks], NO_SLOT where a block has none; read-only."""
+        """Slot of each block, int32 [num_blocks], NO_SLOT for a block without a slot; read-only."""
         packed = _NO_SLOT_BYTES * self.num_blocks if self._slots is None else self._slots
         return np.frombuffer(packed, _INT32, self.num_blocks)
 
@@ -381,7 +385,7 @@ class TierCopies:
         return self._slots[start * _SLOT_BYTES : stop * _SLOT_BYTES]
 
     def is_in(self, state: CopyState, start: int, stop: int) -> Mask:
-        """Return which blocks are in `state`.
+        """Return which of blocks [start, stop) are in `state`.
 
         Args:
             state: the state.
@@ -397,12 +401,12 @@ class TierCopies:
         return found
 
     def leading(self, state: CopyState, start: int, stop: int) -> int:
-        """Return how many consecutive blocks from `start` on are in `state`.
+        """Return the number of consecutive blocks from `start` on that are in `state`.
 
         Args:
             state: the state.
             start: index of the first block within the node.
-            stop: index after the last block.
+            stop: index of the block to stop before.
         """
         if self._states is None:
             return stop - start if self.uniform is state else 0
@@ -410,7 +414,7 @@ class TierCopies:
         return int(other[0]) if len(other) else stop - start
 
     def present_in(self, start: int, stop: int) -> int:
-        """Return the number of blocks with a slot, ready or incoming.
+        """Return the number of blocks in [start, stop) with a slot, ready or incoming.
 
         Args:
             start: index of the first block within the node.
@@ -435,20 +439,19 @@ class TierCopies:
         return [(int(part[0]), int(part[-1]) + 1) for part in reversed(parts)]
 
     def change(self, start: int, stop: int, change: Change, slots: Ids | None = None) -> Ids:
-        """Apply a change to blocks [start, stop).
+        """Change the state of blocks [start, stop), and add or remove their slots.
 
         Args:
             start: index of the first block within the node.
             stop: index after the last block.
-            change: the transition of the state. FAIL and EVICT remove the slots.
-            slots: slots that RESERVE and PLACE assign, int32 [stop - start]; None for other
-                changes.
+            change: the change of the state. FAIL and EVICT remove the slots.
+            slots: slots that RESERVE and PLACE add, int32 [stop - start]; None for other changes.
 
         Returns:
             The slots that the blocks had before, int32 [stop - start], NO_SLOT for none.
 
         Raises:
-            OwnershipError: one of the blocks cannot go through the change; nothing has changed.
+            OwnershipError: the change is not possible for one of the blocks; nothing changed.
         """
         is_whole = start == 0 and stop == self.num_blocks
         had = self.slots[start:stop]
@@ -483,7 +486,7 @@ class TierCopies:
         self._slots = above + packed + below
 
     def behead(self, at: int) -> TierCopies:
-        """Remove the first `at` blocks and return their copies."""
+        """Remove the first `at` blocks; return their slots and states as a new object."""
         upper = TierCopies(at)
         upper.uniform = self.uniform
         slots = states = None
@@ -512,11 +515,12 @@ class TierCopies:
             self._settle()
 
     def extend(self, num_blocks: int, slots: Ids | None) -> None:
-        """Add blocks at the end.
+        """Add blocks at the end of the node.
 
         Args:
             num_blocks: number of new blocks.
-            slots: their slots, in which they are ready, int32 [num_blocks]; None for absent blocks.
+            slots: slots of the new blocks, which are then READY, int32 [num_blocks]; None to add
+                ABSENT blocks.
         """
         state = CopyState.ABSENT if slots is None else CopyState.READY
         total = self.num_blocks + num_blocks
@@ -530,13 +534,13 @@ class TierCopies:
         self._settle()
 
     def drop_ready(self, num_blocks: int) -> Ids:
-        """Remove all blocks from `num_blocks` on, if every block is ready.
+        """Remove all blocks from `num_blocks` on; every block of the node must be READY.
 
-        With 0 the blocks stay and become absent, since running copies may still refer to a node
-        that has left the tree.
+        With `num_blocks` = 0, the blocks stay as ABSENT ones, since running copies may still refer
+        to a node that has left the tree.
 
         Returns:
-            The slots of the removed blocks.
+            The slots of the removed blocks, int32 [n].
         """
         slots, kept = self._slots, num_blocks * _SLOT_BYTES
         assert slots is not None, "ready blocks have slots"
@@ -595,7 +599,7 @@ _BY_BLOCK: Final = b"\xff"  # at the end of the key of a whole block: no token e
 class Tier(IntEnum):
     """A tier with slots: device or host.
 
-    Storage has none: its values have names, and it is asked which ones it has.
+    Storage is no member, since its values have names, not slots.
     """
 
     DEVICE = 0
@@ -615,23 +619,23 @@ _BOUNDS: Final = tuple(int(bound * TICKS_PER_S) for bound in BOUNDS_S)
 
 @dataclass(slots=True)
 class AgeCounts:
-    """A histogram of ages.
+    """A histogram of ages, for example of the time since a block was used before.
 
     Attributes:
-        counts: for each of BOUNDS_S, the number of ages up to that bound and above the one before;
-            last, the number of older ages.
-        total_ticks: sum of the ages, in ticks of the LRU clock.
+        counts: number of ages for each bound of BOUNDS_S: those up to the bound and above the bound
+            before it. The last number counts the ages above all bounds.
+        total_ticks: sum of all ages, in ticks of the LRU clock.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     total_ticks: int = 0
 
     def add(self, ticks: int, count: int = 1) -> None:
-        """Add ages to the histogram.
+        """Add one age, once or several times.
 
         Args:
             ticks: the age, in ticks of the LRU clock; a negative one counts as 0.
-            count: number of blocks or uses with this age.
+            count: number of times to add the age.
         """
         self.counts[bisect_left(_BOUNDS, ticks)] += count
         if ticks > 0:
@@ -640,13 +644,13 @@ class AgeCounts:
 
 @dataclass(slots=True, eq=False)
 class Space:
-    """The part of the index that belongs to one fingerprint (model, layout, tenant, adapter ...).
+    """The part of the index for one fingerprint (model, layout, tenant, adapter ...).
 
     Attributes:
-        name: the fingerprint's short form, "" for the service's own.
-        root_digest: the parent digest of every first block's key.
-        used: number of copies by tier, incoming ones included.
-        quota: largest numbers of device and host blocks, None for no limit.
+        name: short name of the fingerprint; "" for the service's own.
+        root_digest: the fingerprint's root, from which the keys of all blocks are computed.
+        used: number of blocks with a slot on the device, and on the host, incoming ones included.
+        quota: largest number of blocks on the device, and on the host; None for no limit.
     """
 
     name: str
@@ -663,10 +667,10 @@ class Space:
 
 
 def check_quota(quota: Quota) -> None:
-    """Check a quota.
+    """Check that no number of a quota is negative.
 
     Raises:
-        ConfigError: a number of blocks is below 0.
+        ConfigError: a number is negative.
     """
     if any(most is not None and most < 0 for most in quota):
         raise ConfigError("a quota is a number of blocks, at least 0")
@@ -735,7 +739,7 @@ class TreeNode:
         space: Space,
         device: TierCopies,
     ) -> None:
-        """Make a node without tokens, key and host copies: see `put_tokens`, `adopt` and `on`."""
+        """Make a node; `put_tokens` sets its tokens, `adopt` its key, and `on` its host slots."""
         num_blocks = device.num_blocks
         start = parent.end if parent is not None else 0
         self.uid = uid
@@ -769,7 +773,7 @@ class TreeNode:
         return self.extras.get(block, b"") if self.extras else b""
 
     def path(self) -> Iterator[TreeNode]:
-        """Yield this node, its parent, and so on up to the root's child."""
+        """Yield this node, then each node above it, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -777,11 +781,11 @@ class TreeNode:
 
     @property
     def tokens(self) -> bytes:
-        """Tokens of the node, int32 as bytes; a copy unless `packed` holds nothing else."""
+        """Packed tokens of the node's blocks."""
         return self.packed[self.packed_at : self.packed_at + self.token_bytes]
 
     def tokens_of(self, start: int, stop: int) -> bytes:
-        """Return the tokens of some blocks.
+        """Return the packed tokens of blocks [start, stop) of the node.
 
         Args:
             start: index of the first block within the node.
@@ -791,12 +795,14 @@ class TreeNode:
         return self.packed[self.packed_at + start * width : self.packed_at + stop * width]
 
     def put_tokens(self, packed: bytes, start: int, stop: int) -> None:
-        """Keep a part of `packed` as the node's tokens; without a copy if the rest is small.
+        """Set the node's tokens to packed[start:stop].
+
+        Share the memory if at least 8/9 of it is used.
 
         Args:
-            packed: int32 tokens as bytes, for example of a whole prompt.
-            start: first byte of the node's tokens.
-            stop: byte after the node's tokens.
+            packed: packed tokens, for example of a whole prompt.
+            start: offset of the node's first token in `packed`, in bytes.
+            stop: offset after the node's last token, in bytes.
         """
         self.token_bytes = num_bytes = stop - start
         if 8 * len(packed) <= 9 * num_bytes:
@@ -823,15 +829,15 @@ class TreeNode:
 
     @property
     def copies(self) -> tuple[TierCopies, TierCopies]:
-        """Copies on device and host; read-only."""
+        """Slots and states of the blocks on device and host; callers must not change them."""
         return self.device, self.host or TierCopies(self.num_blocks)
 
     def copies_on(self, tier: Tier) -> TierCopies:
-        """Return the copies on `tier`; read-only."""
+        """Return slots and states of the blocks on `tier`; callers must not change them."""
         return (self.host or TierCopies(self.num_blocks)) if tier is HOST else self.device
 
     def on(self, tier: Tier) -> TierCopies:
-        """Return the copies on `tier`, for a caller that changes them."""
+        """Return slots and states of the blocks on `tier`, for a caller that changes them."""
         if tier is not HOST:
             return self.device
         if self.host is None:
@@ -839,17 +845,17 @@ class TreeNode:
         return self.host
 
     def num_present(self, tier: Tier) -> int:
-        """Return the number of copies on `tier`, ready or incoming."""
+        """Return the number of blocks with a slot on `tier`, ready or incoming."""
         copies = self.host if tier is HOST else self.device
         return copies.num_present if copies else 0
 
     # Children
 
     def adopt(self, child: TreeNode) -> None:
-        """Add `child`, which has its tokens, to the children of this node.
+        """Add `child`, whose tokens are set, to the children of this node, and set the child's key.
 
-        The child's key is its first token. If another child has that key, it is the child's whole
-        first block, or its tail; a search among such children takes O(log n).
+        The key is the child's first token. If another child has that key already, the key is the
+        child's whole first block (or its tail).
         """
         at, extra = child.packed_at, b""
         key = child.packed[at : at + TOKEN_BYTES]
@@ -881,11 +887,11 @@ class TreeNode:
             self.children[key] = heir
 
     def child_with(self, tokens: bytes, extra: bytes) -> TreeNode | None:
-        """Return the child that begins with a block, or is a tail with exactly its tokens.
+        """Return the child whose first block, or whose tail, has exactly these tokens.
 
         Args:
-            tokens: tokens of the block or tail, int32 as bytes.
-            extra: its extra keys (media), b"" for none.
+            tokens: packed tokens of the block or tail.
+            extra: extra keys (identity of media) of the block or tail; b"" for none.
 
         Returns:
             The child; None if there is none.
@@ -901,7 +907,7 @@ class TreeNode:
         return self.children_on_device, self.children_on_host
 
     def count_present(self, tier: Tier, step: int) -> None:
-        """Add `step` to the number of children with a copy on `tier`.
+        """Add `step` to the number of children with a block on `tier`.
 
         Args:
             tier: the tier.
@@ -929,7 +935,7 @@ class TreeNode:
         return self._stored[start:stop]
 
     def believe_stored(self, start: int, stop: int, believed: Mask) -> None:
-        """Record which blocks are in storage, so that they are not written again.
+        """Record which of blocks [start, stop) are in storage, so that they are not written again.
 
         Args:
             start: index of the first block within the node.
@@ -943,17 +949,17 @@ class TreeNode:
         self._stored[start:stop] = believed
 
     def believe_nothing_stored(self) -> None:
-        """Record that no block is known to be in storage."""
+        """Record that no block of the node is known to be in storage."""
         self._stored = None
 
     # Blocks at the end and at the start
 
     def append(self, tier: Tier, slots: Ids) -> None:
-        """Append blocks to this node; the caller must add their tokens.
+        """Append blocks that are READY on `tier`; the caller must set the node's tokens anew.
 
         Args:
-            tier: the tier on which they are ready.
-            slots: their slots on `tier`, int32 [number of blocks].
+            tier: the tier that has the blocks.
+            slots: slots of the blocks on `tier`, int32 [number of new blocks].
         """
         ready, num_blocks = self.on(tier), len(slots)
         self.num_blocks += num_blocks
@@ -965,22 +971,19 @@ class TreeNode:
             self._stored = np.append(self._stored, np.zeros(num_blocks, np.bool_))
 
     def truncate(self, num_blocks: int) -> None:
-        """Remove the blocks from `num_blocks` on, and their copies.
-
-        Their tokens stay in memory until `keep_less`.
-        """
+        """Remove all blocks from `num_blocks` on, with their slots and states on both tiers."""
         self._shorten(num_blocks)
         self.device.truncate(num_blocks)
         if self.host:
             self.host.truncate(num_blocks)
 
     def cut(self, tier: Tier, num_blocks: int) -> None:
-        """Remove the blocks from `num_blocks` on of a node that has copies on `tier` only.
+        """Remove all blocks from `num_blocks` on, of a node without blocks on the other tier.
 
-        The caller removes the copies on `tier`.
+        The caller must remove their slots and states on `tier`.
 
         Args:
-            tier: the tier with all copies.
+            tier: the only tier with blocks of the node.
             num_blocks: number of blocks that stay, at least 1.
         """
         self._shorten(num_blocks)
@@ -1004,10 +1007,10 @@ class TreeNode:
             self._stored = self._stored[:num_blocks].copy()
 
     def behead(self, uid: int, at: int) -> TreeNode:
-        """Move the first `at` blocks into a new node, the future parent of this one.
+        """Move the first `at` blocks into a new node above this one.
 
-        This node keeps its other blocks, its children and its leases. The caller corrects the links
-        between the two nodes and their parent.
+        This node keeps its other blocks, its children and its leases. The caller must add the new
+        node to its parent's children, and this node to the new node's children.
 
         Args:
             uid: number of the new node.
@@ -1042,13 +1045,13 @@ class TreeNode:
 
 
 def child_key(tokens: bytes, extra: bytes) -> bytes:
-    """Return the key, among its parent's children, of a node that begins with `tokens`.
+    """Return the key, in `TreeNode.children`, of a node that begins with `tokens`.
 
-    Extra keys of the first block come first in the key. Sorting puts nodes with equal extra keys
-    and the most common leading tokens side by side.
+    If keys are sorted, those with the same extra keys and many common leading tokens are
+    neighbours.
 
     Args:
-        tokens: the first token, the first block, or the tail, int32 as bytes.
-        extra: extra keys of the first block; b"" if no media overlap it.
+        tokens: packed: the first token, the whole first block, or the tail.
+        extra: extra keys (identity of media) of the first block; b"" for none.
     """
     return _NO_TOKEN + len(extra).to_bytes(4, "little") + extra + tokens if extra else tokens
