@@ -32,9 +32,9 @@ async def do(
     box: Once[int], key: object, content: bytes, work: Callable[[], Awaitable[int]]
 ) -> int:
     async with box.call(key, content) as call:
-        if call.made is None:
-            call.made = await work()
-    return call.made
+        if call.result is None:
+            call.result = await work()
+    return call.result
 
 
 async def test_when_the_one_that_runs_is_cancelled_another_takes_over() -> None:

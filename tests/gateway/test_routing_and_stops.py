@@ -132,9 +132,9 @@ def test_failures_at_the_same_time_are_one_death() -> None:
 def test_a_good_probe_ends_the_ejection_and_begins_a_new_life() -> None:
     one = node()
     one.note_failure(0.0)
-    assert (one.state(0.5), one.lives) == (NodeState.EJECTED, 0)
+    assert (one.state(0.5), one.num_recoveries) == (NodeState.EJECTED, 0)
     one.mark_ready()
-    assert (one.state(0.5), one.lives) == (NodeState.READY, 1)
+    assert (one.state(0.5), one.num_recoveries) == (NodeState.READY, 1)
 
 
 def test_those_that_failed_are_tried_when_nobody_else_is_left_and_draining_ones_never() -> None:

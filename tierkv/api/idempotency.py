@@ -54,7 +54,7 @@ class OnceCall(Generic[T]):
             the result and set it here.
     """
 
-    made: T | None = None
+    result: T | None = None
 
 
 class Once(Generic[T]):
@@ -120,7 +120,7 @@ class Once(Generic[T]):
         call: OnceCall[T] = OnceCall()
         try:
             yield call
-            assert call.made is not None, "the body sets it"
+            assert call.result is not None, "the body sets it"
         except TierKVError as error:
             self._drop(key)
             entry.outcome.set_exception(error)
@@ -130,7 +130,7 @@ class Once(Generic[T]):
             self._drop(key)
             entry.outcome.cancel()
             raise
-        entry.outcome.set_result(call.made)
+        entry.outcome.set_result(call.result)
         if not stays_open:
             self.release(key)
 

@@ -88,15 +88,15 @@ class Prefetches:
             DuplicateRequestError: The key was used for other content.
         """
         async with self._once.call(key, content, stays_open=is_asked) as call:
-            if call.made is None:
-                call.made = (
+            if call.result is None:
+                call.result = (
                     self._start(key, prompt, deadline_s)
                     if is_asked
                     else Prefetch(
                         key, prompt.num_tokens, state=PrefetchState.PARTIAL, problem=_NOT_ASKED
                     )
                 )
-        return call.made
+        return call.result
 
     def _start(self, key: Key, prompt: Prompt, deadline_s: float) -> Prefetch:
         if self._service.tiers.copies.storage is None:

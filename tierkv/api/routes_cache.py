@@ -85,7 +85,7 @@ class PrefetchRoutes(Routes):
         return response
 
     @Route("GET", _PREFETCH, Access.WRITE, answer=PrefetchAnswer)
-    async def look(self, request: web.BaseRequest) -> PrefetchAnswer:
+    async def get(self, request: web.BaseRequest) -> PrefetchAnswer:
         """Return the state of a prefetch."""
         self._node.check_started()
         return _prefetched(self._node.prefetches.find(self._key(request)))
@@ -130,7 +130,7 @@ class PinRoutes(Routes):
         return self._answer(pin)
 
     @Route("GET", _PIN, Access.WRITE, answer=PinAnswer)
-    async def look(self, request: web.BaseRequest) -> PinAnswer:
+    async def get(self, request: web.BaseRequest) -> PinAnswer:
         """Return the number of tokens that a pin keeps, and the seconds until its end."""
         self._node.check_started()
         return self._answer(self._node.pins.get(self._key(request)))
@@ -167,7 +167,7 @@ _STATES = {
 
 class TicketRoutes(Routes):
     @Route("GET", _TICKET, Access.WRITE, answer=TicketAnswer)
-    async def look(self, request: web.BaseRequest) -> TicketAnswer:
+    async def get(self, request: web.BaseRequest) -> TicketAnswer:
         """Return the current state of a hand-off ticket, by which a decode node claims a prompt."""
         async with self._node.call():
             return await self._state(request)

@@ -291,7 +291,7 @@ class QuotaRoutes(Routes):
         return self._answer(request, space)
 
     @Route("GET", _PATH, Access.ADMIN, answer=QuotaAnswer)
-    async def look(self, request: web.BaseRequest) -> QuotaAnswer:
+    async def get(self, request: web.BaseRequest) -> QuotaAnswer:
         """Return the largest number of blocks that a tenant may have on each tier."""
         self._node.check_started()
         return self._answer(request, self._known_space(request))

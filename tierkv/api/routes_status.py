@@ -275,7 +275,7 @@ class OpenApiRoutes:
         return msgspec.json.encode(document(self._table))
 
     @Route("GET", "/openapi.json", Access.READ, content_type=JSON)
-    async def tell(self, request: web.BaseRequest) -> web.Response:
+    async def get(self, request: web.BaseRequest) -> web.Response:
         """Return this OpenAPI document."""
         return web.Response(body=self._document, headers=bodies.headers_of(request, JSON))
 
@@ -417,7 +417,9 @@ class NodeLiveRoutes(Routes):
             "is_paused": service.scheduler.is_paused,
             "is_asleep": service.is_asleep,
             "worst_lag_s": node.heartbeat.worst_lag_s,
-            "health": [(part, how.value, masked_url(word)) for part, (how, word) in health.items()],
+            "health": [
+                (part, state.value, masked_url(detail)) for part, (state, detail) in health.items()
+            ],
             "stores": stores,
         }
 

@@ -353,9 +353,9 @@ class WorkRoutes(Routes):
             self._node.work(),
             self._node.answers.call(key, asked.content, stays_open=False) as call,
         ):
-            answer.made = call.made
+            answer.made = call.result
             yield answer
-            call.made = answer.made
+            call.result = answer.made
             self._keep_turn(asked, answer.made)
 
     def _answer_of(self, asked: _Asked, generation: Generation) -> GenerateAnswer:

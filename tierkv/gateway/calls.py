@@ -1,6 +1,6 @@
-"""Calls of the gateway to its nodes, and regular probes of every node.
+"""Calls of the gateway to its nodes, and regular probes of each node.
 
-Connections are pooled, and every wait for a node has a deadline.
+Connections are pooled, and each wait for a node has a deadline.
 """
 
 from __future__ import annotations
@@ -59,10 +59,7 @@ _RETRY_CODES = ("duplicate_request", "wrong_role", "body_timeout")
 
 
 class _Problem(msgspec.Struct):
-    """The fields of a node's error answer that the gateway reads.
-
-    All versions of nodes send them.
-    """
+    """The fields of a node's error answer that the gateway reads."""
 
     code: str
     detail: str = ""
@@ -97,7 +94,8 @@ class NodeCalls:
     """The gateway's calls to its nodes. Use it inside `running()`.
 
     Args:
-        settings: Deadlines, and the files of TLS certificates for the nodes, which are read here.
+        settings: Deadlines, and paths of the TLS certificates for calls to nodes. The constructor
+            reads these files.
         nodes: The nodes.
 
     Raises:
@@ -128,10 +126,10 @@ class NodeCalls:
             yield
 
     async def trouble(self, node: BackendNode) -> str | None:
-        """Ask a node whether it is ready, and which of its parts are degraded.
+        """Ask a node whether it is ready, and which of its parts (store, device ...) are degraded.
 
         Returns:
-            A sentence about the degraded parts, "" if none is degraded; None if the node is not
+            A sentence about the degraded parts, "" if no part is degraded; None if the node is not
                 ready.
 
         Raises:
@@ -176,7 +174,7 @@ class NodeCalls:
         return answer.fingerprint, answer.model or answer.fingerprint.get("model", "")
 
     async def lookup(self, node: BackendNode, job: Job) -> int:
-        """Ask a node for the number of a prompt's leading tokens that it has on its device or host.
+        """Return the number of a prompt's leading tokens that a node has on its device or host.
 
         Args:
             node: The node to ask.
@@ -206,8 +204,8 @@ class NodeCalls:
             ticket_id: Id of the ticket.
 
         Returns:
-            False only if the node answers that there is no such ticket; True also without an
-                answer.
+            False if the node answers that there is no such ticket; True otherwise, also if the node
+                does not answer.
         """
         path = f"/v1/tickets/{quote(ticket_id, safe='')}"
         try:
@@ -218,17 +216,17 @@ class NodeCalls:
         return reply.status != HTTPStatus.NOT_FOUND
 
     async def tokenize(self, node: BackendNode, job: Job) -> bytes:
-        """Let a node turn a job's text or messages into tokens.
+        """Let a node tokenize the text or messages of a job.
 
         Args:
             node: The node to ask.
             job: A job whose prompt is a text or messages.
 
         Returns:
-            The tokens, packed as int32.
+            The token ids, as little-endian int32 bytes.
 
         Raises:
-            AttemptError: The node failed, which is recorded in `node`, or is busy.
+            AttemptError: The node is busy, or it failed. A failure is recorded in `node`.
             InvalidRequestError: The text or the messages are not valid at any node.
         """
         headers = {**self._headers(job), "Accept": MSGPACK}
@@ -262,17 +260,17 @@ class NodeCalls:
     ) -> AsyncGenerator[ServerEvent, None]:
         """Yield the events of a node's streamed answer, up to the event `done`.
 
-        The caller must close the iterator, so that the node stops.
+        The caller must close the iterator, so that the node stops generating.
 
         Args:
             node: The node to call.
             path: Path of the node's route.
             job: The job that the call is for.
-            body: The body of the call, in msgpack.
+            body: Body of the call, in msgpack.
 
         Raises:
-            AttemptError: The node failed, which is recorded in `node`, is busy, or refuses a
-                hand-off.
+            AttemptError: The node is busy, rejects a hand-off, or failed. A failure is recorded in
+                `node`.
             InvalidRequestError: The request is not valid at any node.
         """
         now = asyncio.get_running_loop().time
@@ -305,7 +303,7 @@ class NodeCalls:
 
     @contextmanager
     def _translated(self, node: BackendNode) -> Iterator[None]:
-        """Turn an error that a call to `node` raises in the body into an AttemptError."""
+        """Translate an error that a call to `node` raises in the body into a NodeFailedError."""
         try:
             yield
         except TimeoutError as error:
@@ -382,7 +380,7 @@ class NodeCalls:
 
 
 async def _read_to_the_end(events: Events) -> None:
-    """Read the answer's rest after the event `done`, so that the connection can be reused."""
+    """Read the bytes after the event `done`, so that the connection can be reused."""
     with suppress(CallError, TimeoutError):
         async with asyncio.timeout(_END_S):
             while await events.next() is not None:
@@ -394,10 +392,12 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> AsyncIterator[None]:
-    """Probe every node once before the body, and regularly while the body runs.
+    """Probe each node once before the body, and regularly while the body runs.
+
+    A probe updates the state of its node.
 
     Args:
-        nodes: The nodes; probes update the state of each.
+        nodes: The nodes.
         calls: The calls to the nodes.
         settings: The interval of probes, and the rules for failed nodes.
     """

@@ -26,7 +26,7 @@ class InvalidRequestError(GatewayError):
         message: What is wrong, and what to do.
         param: Name of the wrong field; None if the error concerns no single field.
         status: HTTP status; None for 400.
-        code: Stable code of the error, for programs; None for invalid_request.
+        code: Stable code of the error, for programs; None for "invalid_request".
     """
 
     status = 400
@@ -115,7 +115,7 @@ class NodeBusyError(AttemptError):
 
 
 class HandoffRefusedError(AttemptError):
-    """The prompt cannot be handed over from a prefill to a decode node; the node itself is healthy.
+    """A healthy node rejected the hand-off of a prompt from a prefill node to a decode node.
 
     Attributes:
         reason: The node's reason, a value of `HandoffProblem`.

@@ -32,12 +32,12 @@ from tierkv.http.process import CallUnderWay, Heartbeat, Working
 
 
 class Admission:
-    """The limit of prompts that run at nodes.
+    """The limit of prompts that run at nodes at the same time.
 
-    Further prompts wait, and run in the order of arrival.
+    Further prompts wait, and start in the order of their arrival.
 
     Attributes:
-        num_waiting: Number of prompts that wait to run.
+        num_waiting: Number of prompts that wait to start.
         num_running: Number of prompts that run.
 
     Args:
@@ -65,7 +65,7 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait until one more prompt may run, and count it as running while the body runs.
+        """Wait until one more prompt may run, and count this prompt as running while the body runs.
 
         Raises:
             OverloadedError: No running prompt ended within `queue_timeout_s`.
@@ -104,7 +104,7 @@ class GatewayMetrics:
     """The metrics of a gateway. Every combination of labels is present from the start, at 0.
 
     Attributes:
-        exposition: All metrics of the process, as /metrics returns them.
+        exposition: All metrics of the process, as GET /metrics returns them.
 
     Args:
         nodes: The nodes.
@@ -156,12 +156,12 @@ class GatewayMetrics:
                 self.failed.labels(node.url, why)
 
     def figures(self) -> dict[str, float]:
-        """Return the metrics that the live page shows, by name with labels."""
+        """Return the values that the live page shows, by metric name with labels."""
         return figures_of(self.exposition.registry.collect(), _FIGURES)
 
 
 class _State(Collector):
-    """A collector that reads the state of the nodes and prompts at each scrape."""
+    """A Prometheus collector that reads the state of nodes and prompts at each scrape."""
 
     def __init__(self, nodes: Nodes, admission: Admission) -> None:
         self._nodes = nodes
@@ -213,10 +213,12 @@ _SHORT_PROMPT = 64  # tokens; a shorter prompt is not worth asking nodes about
 
 
 class Backend:
-    """The nodes behind the gateway, and the calls to them. Use it inside `running()`.
+    """The nodes behind the gateway, and the parts that send prompts to them.
+
+    Use it inside `running()`.
 
     Raises:
-        ConfigError: The settings name no node, or one that cannot be used.
+        ConfigError: The settings name no node, or a node's URL cannot be used.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -240,17 +242,17 @@ class Backend:
             yield
 
     async def cached_tokens_by_node(self, job: Job, nodes: Sequence[BackendNode]) -> Held:
-        """Return by URL the number of leading prompt tokens that each node has cached.
+        """Return the number of leading prompt tokens that each node has cached, by the node's URL.
 
-        Nodes are asked if there are several of them and the prompt has at least 64 tokens.
-        Otherwise, and for a node that does not answer in time, the number is an estimate from
-        earlier prompts.
+        The nodes are asked if there are several of them and the prompt has at least 64 tokens.
+        Otherwise, and for a node that does not answer in time, the number is an estimate from the
+        prompts that the gateway has sent to the node before.
 
         Args:
             job: The job whose prompt is looked up.
             nodes: The nodes to choose from.
         """
-        held = self.memory.matched(job.tokens, {node.url: node.lives for node in nodes})
+        held = self.memory.matched(job.tokens, {node.url: node.num_recoveries for node in nodes})
         if len(nodes) > 1 and job.num_tokens >= _SHORT_PROMPT:
             async with asyncio.TaskGroup() as tasks:
                 asked = {node.url: tasks.create_task(self._ask(node, job)) for node in nodes}
@@ -265,19 +267,19 @@ class Backend:
             return None
 
     def remember(self, node: BackendNode, tokens: bytes, after: Sequence[int]) -> None:
-        """Remember that a node has cached a prompt and the answer's tokens after it.
+        """Remember that a node has cached a prompt and the generated tokens after it.
 
         Args:
             node: The node.
-            tokens: The prompt, packed as int32.
-            after: Generated tokens that follow the prompt.
+            tokens: The prompt's token ids, as little-endian int32 bytes.
+            after: The generated tokens.
         """
         known = tokens if len(tokens) >= REMEMBERED_BYTES else tokens + pack(after)
-        self.memory.remember(known, node.url, node.lives)
+        self.memory.remember(known, node.url, node.num_recoveries)
 
 
 class Gateway:
-    """All parts of a gateway behind its HTTP routes.
+    """All parts of a gateway except its HTTP server.
 
     Use it inside `running()`, from one event loop.
     """
@@ -303,9 +305,14 @@ class Gateway:
                 await self.idle(grace_s=0)
 
     def states(self) -> dict[str, tuple[NodeState, str]]:
-        """Return by URL each node's state, and its explanation for operators, which may be ""."""
+        """Return the state of each node and an explanation for operators, by the node's URL.
+
+        The explanation may be "".
+        """
         now = asyncio.get_running_loop().time()
-        return {node.url: (node.state(now), node.word(now)) for node in self.backend.nodes.all}
+        return {
+            node.url: (node.state(now), node.state_detail(now)) for node in self.backend.nodes.all
+        }
 
     @property
     def model(self) -> str:
@@ -327,11 +334,11 @@ class Gateway:
     def work(self) -> CallUnderWay:
         """Return a context manager that counts its body as a running prompt.
 
-        A shutdown waits for it.
+        A shutdown waits for running prompts.
 
         Raises:
-            GatewayShuttingDownError: The gateway is shutting down. Also raised in the body when a
-                shutdown cuts it off.
+            GatewayShuttingDownError: The gateway is shutting down. The body gets this error too, if
+                a shutdown cancels it.
         """
         if self.is_draining:
             raise GatewayShuttingDownError("this gateway is shutting down")
@@ -342,12 +349,12 @@ class Gateway:
         self.is_draining = True
 
     def hurry(self) -> None:
-        """Cut off running prompts at once, if `idle` waits for them, or as soon as it does."""
+        """Make `idle` cancel the running prompts without a grace time, now or when it is called."""
         self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:
         """Wait until no prompt runs.
 
-        Cut prompts off after `grace_s` seconds, or when `hurry` is called.
+        Prompts that still run are cancelled after `grace_s` seconds, or once `hurry` is called.
         """
         await self._working.idle(grace_s=grace_s)

@@ -1,4 +1,4 @@
-"""The nodes behind the gateway: the health, model and load of each."""
+"""The nodes behind the gateway: the health, model and load of each node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
 
 
 class NodeState(Enum):
-    """The state of a node, which decides whether it receives requests."""
+    """The state of a node. Only nodes in the state READY receive requests, if there are any."""
 
     READY = "ready"
     UNREADY = "unready"  # it reports that it is starting or draining
@@ -28,22 +28,22 @@ class BackendNode:
     Attributes:
         url: URL of the node.
         role: Prefill, decode or both.
-        outstanding_tokens: Sum, over the requests that run at the node, of the tokens that it must
-            compute or generate.
+        outstanding_tokens: Number of tokens that the node must compute or generate for its running
+            requests. The tokens of a request are subtracted when the request ends.
         running: Number of requests that run at the node.
-        num_failures: Number of failures since the last success.
-        lives: Number of times that the node became ready again after failures. Blocks that it had
-            cached before such a failure may be lost.
+        num_failures: Number of failures in a row, without a success between them.
+        num_recoveries: Number of times that the node became ready again after failures. The blocks
+            that the node had cached before a failure may be lost.
         fingerprint: Fields that identify the node's KV (model, layout ...), as the node reports
-            them; None before its report.
-        model: Name of the node's model; "" before its report.
+            them; None before its first report.
+        model: Name of the node's model; "" before the node's first report.
         differs_in: A phrase for each field of the fingerprint whose value differs from that of most
             other nodes.
 
     Args:
         url: URL of the node.
         role: Prefill, decode or both.
-        settings: Time for which a failed node receives no requests.
+        settings: Seconds for which a failed node receives no requests.
     """
 
     def __init__(self, url: str, role: Role, settings: HealthSection) -> None:
@@ -52,7 +52,7 @@ class BackendNode:
         self.outstanding_tokens = 0
         self.running = 0
         self.num_failures = 0
-        self.lives = 0
+        self.num_recoveries = 0
         self.fingerprint: dict[str, str] | None = None
         self.model = ""
         self.differs_in: tuple[str, ...] = ()
@@ -70,8 +70,8 @@ class BackendNode:
             return NodeState.EJECTED
         return NodeState.READY if self._is_ready else NodeState.UNREADY
 
-    def word(self, now: float) -> str:
-        """Return an operator's explanation of the node's state at `now`; may be ""."""
+    def state_detail(self, now: float) -> str:
+        """Return an explanation of the node's state at the time `now`, for operators; may be ""."""
         match self.state(now):
             case NodeState.OTHER_MODEL:
                 return f"differs in {'; '.join(self.differs_in)}"
@@ -83,9 +83,9 @@ class BackendNode:
                 return self._trouble
 
     def note_failure(self, now: float) -> None:
-        """Record a failure: the node receives no requests for a while.
+        """Record a failure at the time `now`; the node receives no requests for a while.
 
-        That time doubles with each failure in a row. A failure during that time does not extend it.
+        This time doubles with each failure in a row. A failure within this time does not extend it.
         """
         self.num_failures += 1
         self._is_ready = True  # the failure replaces an earlier report of not ready
@@ -96,30 +96,30 @@ class BackendNode:
             self._ejected_until = now + min(self._settings.eject_s * 2**doublings, longest)
 
     def note_success(self) -> None:
-        """Reset the number of failures; the node may receive requests again at once."""
+        """Reset the number of failures in a row; the node may receive requests again at once."""
         self.num_failures = 0
         self._ejected_until = 0.0
 
     def mark_ready(self, trouble: str = "") -> None:
-        """Record that the node answered a probe as ready; it may receive requests again at once.
+        """Record that a probe found the node ready; the node may receive requests again at once.
 
         Args:
-            trouble: The node's sentence about its degraded parts; "" if none is degraded.
+            trouble: The node's sentence about its degraded parts; "" if no part is degraded.
         """
         if self.num_failures:
-            self.lives += 1
+            self.num_recoveries += 1
         self._is_ready = True
         self._trouble = trouble
         self._ejected_until = 0.0
         self.num_failures = 0
 
     def mark_unready(self) -> None:
-        """Stop sending requests to the node until it answers a probe as ready."""
+        """Send the node no requests until a probe finds it ready."""
         self._is_ready = False
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
-        """Run the body, which waits for an answer of the node, for at most `seconds`.
+        """Limit the body, which waits for an answer of the node, to `seconds`.
 
         Raises:
             TimeoutError: The body took longer, or `cut_off_waits` ended it.
@@ -132,13 +132,14 @@ class BackendNode:
                 del self._waits[scope]
 
     def cut_off_waits(self, now: float, *, silent_s: float) -> None:
-        """End every body of `within` that has run for at least `silent_s`, with a TimeoutError.
+        """Raise a TimeoutError in each body of `within` that has run for at least `silent_s`.
 
-        For use after probes found the node dead: a dead machine does not close its connections.
+        Call this when probes have found the node dead: a machine that has lost power does not close
+        its connections.
 
         Args:
             now: The current time, in seconds of the event loop's clock.
-            silent_s: Shortest run time, in seconds, of a body that is ended.
+            silent_s: Bodies that have run for fewer seconds than this continue.
         """
         for scope, since in self._waits.items():
             if now - since >= silent_s and not scope.expired():
@@ -169,7 +170,7 @@ class Nodes:
 
     Args:
         section: URLs of the nodes by role.
-        health: Time for which a failed node receives no requests.
+        health: Seconds for which a failed node receives no requests.
 
     Raises:
         ConfigError: No node is given, or one is given twice.
@@ -197,15 +198,15 @@ class Nodes:
             )
 
     def compare(self, node: BackendNode, fingerprint: dict[str, str] | None, model: str) -> None:
-        """Record the fingerprint of `node`, and compare the fingerprints of all nodes.
+        """Record the fingerprint of `node`, and find the nodes whose fingerprint differs from most.
 
-        A node whose fingerprint is not the most frequent one receives no requests. Among equally
-        frequent fingerprints, the one of the node given first is taken as the most frequent.
+        These nodes receive no requests. If several fingerprints are equally frequent, the one that
+        comes first in `all` counts as that of most nodes.
 
         Args:
             node: The node.
             fingerprint: Fields that identify the node's KV; None if the node does not report them.
-            model: The name of its model.
+            model: Name of the node's model.
         """
         if (fingerprint, model) == (node.fingerprint, node.model):
             return
@@ -230,13 +231,13 @@ def usable(
 ) -> list[BackendNode]:
     """Return the nodes that may receive a request: all ready nodes, except those in `avoid`.
 
-    If none is ready, return the nodes that are only excluded for recent failures: an attempt there
-    is better than refusing the caller.
+    If no node is ready, the nodes that are excluded only because of recent failures are returned,
+    because an attempt at such a node is better than rejecting the request.
 
     Args:
         nodes: The nodes.
         now: The time, in seconds of a monotonic clock.
-        avoid: Nodes to leave out.
+        avoid: Nodes to leave out in any case.
     """
     left = [node for node in nodes if node not in set(avoid)]
     ready = [node for node in left if node.state(now) is NodeState.READY]

@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's completions and chat completions, their checks, and the answers."""
+"""OpenAI's completions and chat completions: request bodies, their validation, and answers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that text completions and chats share.
 
-    A field that is null counts as left out. A node rejects a field that its engine does not
-    support, unless the value has no effect.
+    A field that is null counts as missing. A node rejects a field that its engine does not support,
+    except with a value that has no effect.
 
     Attributes:
         seed: Seed of the sampling; null for a random seed. The same seed gives the same answer.
@@ -53,9 +53,9 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ignore_eos: Not a field of OpenAI; true to continue after tokens that end an answer.
         skip_special_tokens: Not a field of OpenAI; accepted without effect.
         n: Number of answers to each prompt, each with another seed.
-        session_id: Not a field of OpenAI; id of the session (conversation) that the request is a
-            turn of.
-        kv_hints: Not a field of OpenAI; a router's hints for the nodes.
+        session_id: Not a field of OpenAI; id of the session (conversation) to which the request
+            belongs.
+        kv_hints: Not a field of OpenAI; hints of a request router about the KV of the prompt.
     """
 
     model: str | None = None
@@ -105,9 +105,9 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of most likely tokens to return with each token.
+        """The number of most likely tokens whose log probabilities are returned with each token.
 
-        The value None asks for no log probabilities at all.
+        None if the request asks for no log probabilities.
         """
         return None
 
@@ -122,7 +122,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return 1 if self.n is None else self.n
 
     def sampling(self) -> dict[str, float]:
-        """Return the sampling parameters that have an effect, by the names of the nodes' API."""
+        """Return the sampling parameters that have an effect, by their names in the nodes' API."""
         shares = {"top_p": (self.top_p, 1.0), "min_p": (self.min_p, 0.0)}
         others = {
             "repetition_penalty": (self.repetition_penalty, 1.0),
@@ -187,7 +187,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidRequestError('stream_options needs "stream": true', param="stream_options")
 
     def refuse_unless(self, *fields: tuple[str, object, object]) -> None:
-        """Check that unsupported fields are null or have a value without effect.
+        """Check that each unsupported field is null or has a value without effect.
 
         Args:
             fields: For each field its name, its value, and the value that has no effect.
@@ -208,11 +208,12 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         authorization: str | None,
         session_id: str | None,
     ) -> Iterator[Job]:
-        """Yield a job for each answer to each prompt, prompt after prompt.
+        """Yield a job for each answer to generate: first all answers to the first prompt.
 
         Args:
             prompts: The prompts of the body.
-            request_id: Id of the request; several jobs get this id with a number appended.
+            request_id: Id of the request. If there are several jobs, each gets this id with a
+                number appended.
             authorization: The caller's Authorization header; None if the caller sent none.
             session_id: Id of the session from the body or the header; None if there is none.
         """
@@ -252,15 +253,15 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
         return self.logprobs
 
     def without_prompts(self) -> Self:
-        """Return a copy without the prompts, so that their memory can be freed."""
+        """Return a copy of the body without the prompts, so that their memory can be freed."""
         return replace(self, prompt="")
 
     def prompts(self, *, max_prompts: int, max_tokens: int) -> list[Prompt]:
-        """Check the body, and return its prompts: texts unchanged, tokens packed as int32.
+        """Validate the body, and return its prompts: texts unchanged, token lists as int32 bytes.
 
         Args:
             max_prompts: Largest number of prompts.
-            max_tokens: Largest number of tokens of a prompt.
+            max_tokens: Largest number of tokens of a prompt that is given as a list of tokens.
 
         Raises:
             InvalidRequestError: A prompt or another field is wrong.
@@ -293,7 +294,8 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The body of a chat completion.
 
     Attributes:
-        messages: The messages; the chat template of the nodes' model makes one prompt of them.
+        messages: The messages of the chat. A node makes one prompt of them by the model's chat
+            template.
     """
 
     messages: list[Message]
@@ -330,7 +332,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
         return replace(self, messages=[])
 
     def prompts(self, *, max_prompts: int, max_tokens: int) -> list[Prompt]:
-        """Check the body, and return its messages as one prompt.
+        """Validate the body, and return a list with one prompt: the messages of the chat.
 
         Args:
             max_prompts: Ignored.
@@ -371,8 +373,8 @@ class AnswerPiece:
 
     Attributes:
         text: The text for the caller.
-        logprobs: Per token, the number of characters before it and its log probabilities; empty if
-            the caller asks for none.
+        logprobs: For each token, the number of characters of the answer before the token, and its
+            log probabilities; empty if the caller asks for none.
     """
 
     text: str = ""
@@ -396,8 +398,8 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: Number of tokens of all prompts.
         completion_tokens: Number of generated tokens.
         total_tokens: The sum of both.
-        prompt_tokens_details: Number of prompt tokens that were cached at the first node of each
-            answer.
+        prompt_tokens_details: Number of prompt tokens that were found in the cache. If several
+            nodes worked on a prompt, the number is that of the first one that finished.
     """
 
     prompt_tokens: int
@@ -453,11 +455,11 @@ class TextLogprobs(msgspec.Struct, frozen=True):
     """The log probabilities of a text completion, one entry per token in each field.
 
     Attributes:
-        tokens: Text of the token.
-        token_logprobs: Log probability of the token.
-        top_logprobs: By text, the log probabilities of the most likely tokens and of the chosen
-            token.
-        text_offset: Number of characters of the answer before the token.
+        tokens: Text of each token.
+        token_logprobs: Log probability of each token.
+        top_logprobs: For each token, the log probabilities of the most likely tokens at its
+            position and of the token itself, by the text of the token.
+        text_offset: Number of characters of the answer before each token.
     """
 
     tokens: tuple[str, ...]
@@ -485,10 +487,10 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer to one prompt, or a part of it.
+    """One answer to one prompt, or a part of an answer.
 
-    A text completion has `text`. A chat has `message` in a whole answer, and `delta` in a part of a
-    streamed answer.
+    A text completion has the field `text`. A whole chat answer has `message`; a part of a streamed
+    chat answer has `delta`.
     """
 
     text: str | msgspec.UnsetType = msgspec.UNSET
@@ -503,7 +505,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A whole answer, or a part of a streamed answer.
 
     Attributes:
-        usage: The token usage; null except in a whole answer and in the last part of a stream.
+        usage: The token usage, in a whole answer and in the last part of a stream; null in all
+            other parts.
     """
 
     id: str
@@ -516,7 +519,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The fields that all parts of one answer share, and methods that make the parts.
+    """The fields that all parts of one answer share, and methods that make these parts.
 
     Attributes:
         id: Id of the answer.
@@ -539,8 +542,8 @@ class Head:
         """Return a whole answer.
 
         Args:
-            pieces: Text and log probabilities of each choice, in order.
-            finishes: Reason why each choice ended, in the same order.
+            pieces: Text and log probabilities of each choice.
+            finishes: Reason why each choice ended, in the order of `pieces`.
             usage: The token usage.
         """
         choices = (
@@ -555,9 +558,9 @@ class Head:
         """Return a part of a streamed answer.
 
         Args:
-            index: Number of the choice.
-            piece: The next text and log probabilities.
-            finish: Reason why the choice ended, in its last part; None in other parts.
+            index: Number of the choice, from 0.
+            piece: The next text and log probabilities of the choice.
+            finish: Reason why the choice ended, in its last part; None in all other parts.
         """
         choice = self._choice(index, "delta", piece, finish)
         return self._of((choice,), None, "chat.completion.chunk")

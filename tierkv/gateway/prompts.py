@@ -1,4 +1,4 @@
-"""Prompts of callers' requests: their checks, and the bodies of calls to nodes made from them."""
+"""Prompts of callers' requests, their validation, and the bodies of calls to nodes."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class Job:
 
     Attributes:
         request_id: Id of the request; ids of the calls to nodes begin with it.
-        prompt: A text, tokens packed as int32, or the messages of a chat.
+        prompt: A text, the messages of a chat, or token ids as little-endian int32 bytes.
         max_tokens: Largest number of tokens to generate.
         temperature: Divisor of the logits; 0 chooses the most likely token.
         top_k: Number of most likely tokens to sample from; 0 for all.
-        seed: Seed of the sampling. A second node that continues the answer gets the same seed, and
-            so chooses the same tokens.
-        sampling: Further sampling parameters by the names of the nodes' API, without those that
-            have no effect.
-        authorization: The caller's Authorization header, which the gateway forwards if it is so
-            configured; None if the caller sent none.
+        seed: Seed of the sampling. If a second node continues the answer, it gets the same seed and
+            therefore chooses the same tokens.
+        sampling: Further sampling parameters by their names in the nodes' API. Parameters with a
+            value that has no effect are left out.
+        authorization: The caller's Authorization header; None if the caller sent none. The gateway
+            forwards it to nodes only with the setting `forward_authorization`.
         num_logprobs: Number of most likely tokens whose log probabilities are returned with each
             token; None to return no log probabilities.
-        session_id: Id of the session (conversation) that the prompt is a turn of; None if it is in
-            no session.
-        kv_hints: A router's hints about the prompt; None if there are none.
+        session_id: Id of the session (conversation) to which the prompt belongs; None if it belongs
+            to no session.
+        kv_hints: Hints of a request router about the KV of the prompt; None if there are none.
     """
 
     request_id: str
@@ -61,9 +61,9 @@ class Job:
 
     @property
     def tokens(self) -> bytes:
-        """The prompt as tokens packed as int32.
+        """The prompt's token ids, as little-endian int32 bytes.
 
-        For use once a node has tokenized a text or messages.
+        A prompt that is a text or messages must be tokenized by a node before.
         """
         assert isinstance(self.prompt, bytes), "the relay asks a node first"
         return self.prompt
@@ -75,11 +75,11 @@ class Job:
     def body(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
         """Return the body of a call to a node, in msgpack, as byte strings to send in this order.
 
-        The prompt is one of the byte strings, so it is not copied for each call.
+        One of the byte strings is the prompt itself, without a copy.
 
         Args:
             fields: Fields of the body, without `tokens`.
-            after: Tokens that follow the prompt in the field `tokens`.
+            after: Generated tokens to append to the prompt in the field `tokens`.
         """
         packed_after = pack(after)
         head = msgspec.msgpack.encode({**fields, "tokens": b""})
@@ -90,11 +90,12 @@ class Job:
     def work(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
         """Return the body of a call for a streamed answer, with the sampling parameters.
 
-        The form is that of `body`.
-
         Args:
-            fields: Further fields of the body.
-            after: Tokens that follow the prompt in the field `tokens`.
+            fields: Further fields of the body, without `tokens`.
+            after: Generated tokens to append to the prompt in the field `tokens`.
+
+        Returns:
+            The body in msgpack, as byte strings to send in this order.
         """
         sampling: dict[str, object] = {
             "temperature": self.temperature,
@@ -112,13 +113,13 @@ class Job:
 
 
 def read_prompts(given: Given, *, max_prompts: int, max_tokens: int) -> list[Prompt]:
-    """Return the prompts that a request's body contains: texts unchanged, tokens packed as int32.
+    """Return the prompts in a request's body: texts unchanged, token lists as int32 bytes.
 
     Args:
-        given: The body's field: one text, one list of tokens, or a list of texts or of lists of
-            tokens.
+        given: The field `prompt` of the body: one text, one list of tokens, or a list of texts or
+            of lists of tokens.
         max_prompts: Largest number of prompts.
-        max_tokens: Largest number of tokens of a prompt that is given as tokens.
+        max_tokens: Largest number of tokens of a prompt that is given as a list of tokens.
 
     Raises:
         InvalidRequestError: A prompt is empty or too long, or there are no prompts or too many.
@@ -159,7 +160,7 @@ def _read(prompt: object, max_tokens: int) -> str | bytes:
 
 
 def packed_bytes(prompt: Prompt) -> int:
-    """Return an upper bound of the size of `prompt` as packed tokens, in bytes.
+    """Return an upper bound of the size of `prompt` as int32 token ids, in bytes.
 
     Each byte of text is counted as one token. Tokens that a chat template adds are not counted.
     """

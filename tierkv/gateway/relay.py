@@ -1,16 +1,16 @@
-"""Getting one prompt's answer from the nodes, even if nodes fail meanwhile.
+"""Generating the answer to one prompt at the nodes, even if nodes fail while they generate it.
 
 The gateway has no tokenizer: nodes turn text into tokens, and tokens into text.
 
 If a node fails in the middle of an answer, the gateway asks another node to generate from the
 prompt and the tokens received so far. Every node chooses the same next token from the same tokens,
-seed and position, so the answer is the one that the first node would have given. The blocks that
-the first node has published make this cheap.
+seed and position, so the answer is the one that the first node would have given. The second node
+finds the blocks that the first node has published, and computes only the rest.
 
 In a hand-off, a prefill node computes a prompt and publishes it under a ticket, and a decode node
-claims the ticket and continues. Both are called at the same time, so that the decode node fetches
-blocks while the prefill node computes. The gateway chooses the ticket's id. Until the decode node's
-first token, either node can therefore be replaced by another node of its role.
+claims the ticket and continues. The gateway calls both at the same time, so that the decode node
+fetches blocks while the prefill node computes. The gateway chooses the ticket's id. Until the
+decode node's first token, either node can therefore be replaced by another node of its role.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class PromptAnswer:
     """The answer to one prompt.
 
     Attributes:
-        job: The prompt and its sampling parameters; a text prompt is replaced by its tokens once a
-            node has tokenized it.
+        job: The prompt and its sampling parameters. A text prompt is replaced by its tokens at the
+            end of `run`.
         num_tokens: Number of generated tokens, up to the one that completed a stop text.
-        cached_tokens: Number of prompt tokens that were cached.
+        cached_tokens: Number of prompt tokens that were found in the cache.
         finish_reason: Reason why the answer ended; None before its end.
 
     Args:
@@ -85,10 +85,10 @@ class PromptAnswer:
     async def run(self, send: Send) -> None:
         """Generate the answer, and call `send` with each piece of it in order.
 
-        If this call is cancelled or `send` raises, the nodes stop working on the prompt.
+        If this call is cancelled or `send` raises, the nodes stop generating.
 
         Args:
-            send: Delivers a piece of the answer to the caller.
+            send: Sends a piece of the answer to the caller.
 
         Raises:
             GatewayError: The prompt could not be answered.
@@ -120,7 +120,10 @@ class PromptAnswer:
             self.finish_reason = "stop" if has_stopped else "length"
 
     def _read(self, delivery: Delivery, pieces: Sequence[str]) -> AnswerPiece:
-        """Return the piece of the answer with these texts, up to the end of a stop text."""
+        """Return the piece of the answer that these texts of the next tokens give.
+
+        The piece ends before a stop text.
+        """
         text: list[str] = []
         logprobs: list[Placed] = []
         for piece in pieces:
@@ -143,7 +146,10 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class _Tokens(msgspec.Struct):
-    """A node's event with new tokens; one without tokens has text that the node had held back."""
+    """A node's event with new tokens.
+
+    An event without tokens has text that the node held back before.
+    """
 
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     text: str
@@ -152,7 +158,7 @@ class _Tokens(msgspec.Struct):
 
 
 class _Matched(msgspec.Struct):
-    """Number of prompt tokens that a node found in each tier."""
+    """Number of prompt tokens that a node found on each tier."""
 
     device: int
     host: int
@@ -161,10 +167,10 @@ class _Matched(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """The fields, read by the gateway, of the event that ends a node's stream.
+    """The event that ends a node's stream, with the fields that the gateway reads.
 
     Attributes:
-        matched: Number of prompt tokens found in each tier.
+        matched: Number of prompt tokens that the node found on each tier.
         finish_reason: "stop" if the model ended the text, otherwise "length".
         producer: The node that published the claimed prompt; None if the decode node could not
             claim the prompt and computed it; "" if the call was not a claim.
@@ -183,14 +189,14 @@ class Delivery:
         backend: The nodes.
         tokens: The tokens received so far.
         logprobs: Log probabilities of each received token; empty if the job asks for none.
-        cached_tokens: Number of prompt tokens cached at the first node that finished its part; None
-            before.
+        cached_tokens: Number of prompt tokens that were cached at the first node whose stream
+            ended; None before.
         has_stopped: True once the model has ended the text.
-        is_claimed: True once a decode node has sent a token.
-        speakers: Nodes that sent some of the received tokens.
+        is_claimed: True once a decode node has sent a token after claiming the ticket.
+        contributing_nodes: Nodes that sent some of the received tokens.
         publisher: The node that published the prompt; None before the publish.
-        is_divided: True once a node could not use another node's KV. The nodes may then have
-            different models.
+        has_incompatible_nodes: True once a node could not use another node's KV. The nodes may then
+            have different models.
         num_attempts: Number of failed attempts.
 
     Args:
@@ -211,9 +217,9 @@ class Delivery:
         self.cached_tokens: int | None = None
         self.has_stopped = False
         self.is_claimed = False
-        self.speakers: set[BackendNode] = set()
+        self.contributing_nodes: set[BackendNode] = set()
         self.publisher: BackendNode | None = None
-        self.is_divided = False
+        self.has_incompatible_nodes = False
         self._failed: set[BackendNode] = set()
         self.num_attempts = 0
         self._num_calls = 0
@@ -227,8 +233,8 @@ class Delivery:
         """Wait until more than `sent` tokens have been received, or `wake` is called.
 
         Returns:
-            The text of each token from number `sent` on; empty if `wake` was called without a new
-                token.
+            The texts of the tokens after the first `sent` ones, one per token; empty if `wake` was
+                called without a new token.
         """
         if len(self.tokens) == sent:
             self._changed.clear()
@@ -236,7 +242,7 @@ class Delivery:
         return self._pieces[sent:]
 
     def rest(self) -> str:
-        """Return the text that a node held back until its end, after the last token; may be ""."""
+        """Return the text of an event without tokens that came after the last token; may be ""."""
         behind, text = self._held_back
         return text if behind == len(self.tokens) else ""
 
@@ -245,7 +251,7 @@ class Delivery:
         await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0**self.num_attempts, _LONGEST_PAUSE_S))
 
     def wake(self, _: object = None) -> None:
-        """Make a waiting `news` return."""
+        """Make a call of `news` that waits return."""
         self._changed.set()
 
     # For the tasks that read nodes
@@ -263,9 +269,9 @@ class Delivery:
         return f"{self.job.request_id}.{self._nonce}.{self._num_calls}"
 
     def accept(self, node: BackendNode, offset: int, received: _Tokens) -> int:
-        """Append an event's tokens that have not been received yet, up to the job's `max_tokens`.
+        """Append the tokens of an event that have not been received before, up to `max_tokens`.
 
-        Tokens that were already received from another node must be the same.
+        Tokens that were already received, from this node or another one, must be the same.
 
         Args:
             node: The node that sent the event.
@@ -276,10 +282,10 @@ class Delivery:
             Position in the answer after the event's last token.
 
         Raises:
-            NodeFailedError: The event's tokens differ from received ones, or a token lacks its text
-                or log probabilities.
-            HandoffRefusedError: A decode node sent the ticket's first token before the prefill node
-                did. Only the prefill node has the log probabilities of this token.
+            NodeFailedError: The event's tokens differ from those received before, or a token has no
+                text or no log probabilities. The failure is recorded in `node`.
+            HandoffRefusedError: The decode node repeated a token of the ticket that the prefill
+                node has not sent. Only the prefill node has the log probabilities of this token.
         """
         tokens, pieces = received.tokens, received.pieces
         if len(pieces) != len(tokens):
@@ -294,7 +300,7 @@ class Delivery:
         if len(known) < len(tokens):
             if not self.tokens:
                 self.backend.metrics.first_token.observe(self.now() - self._started)
-            self.speakers.add(node)
+            self.contributing_nodes.add(node)
             stop = self.job.max_tokens - len(self.tokens) + len(known)
             if self.job.num_logprobs is not None:
                 self.logprobs += self._whole_logprobs(node, received, len(known))[
@@ -306,7 +312,7 @@ class Delivery:
         return offset + len(tokens)
 
     def _whole_logprobs(self, node: BackendNode, received: _Tokens, known: int) -> list[Logprobs]:
-        """Return the log probabilities of an event's tokens, without its first `known` tokens."""
+        """Return the log probabilities of an event's tokens after the first `known` ones."""
         found = (received.logprobs or [])[known:]
         if len(found) < len(received.tokens) - known:
             raise self._blame(node, "sent tokens without their log probabilities")
@@ -324,7 +330,8 @@ class Delivery:
     def note(self, node: BackendNode, error: AttemptError) -> None:
         """Record a failed attempt at a node. Further attempts for this prompt avoid the node.
 
-        The node is not avoided if it sent some of the tokens and only the hand-off was refused.
+        A node that sent some of the tokens and whose hand-off was rejected is not avoided: it can
+        continue the answer by itself.
 
         Args:
             node: The node.
@@ -334,7 +341,7 @@ class Delivery:
             GatewayError: No further attempt is allowed.
         """
         # A node that has computed the prompt but could not hand it over can continue the answer.
-        if not (isinstance(error, HandoffRefusedError) and node in self.speakers):
+        if not (isinstance(error, HandoffRefusedError) and node in self.contributing_nodes):
             self._failed.add(node)
         why = {NodeFailedError: "node_failed", NodeBusyError: "node_busy"}
         reason = why.get(type(error), "handoff_refused")
@@ -350,10 +357,11 @@ class Delivery:
     async def check_ticket(self, ticket_id: str) -> None:
         """Check that a published, unclaimed ticket is still in the store.
 
-        If the store has lost the ticket, a decode node would wait for it until its deadline.
+        If the store has lost the ticket, a decode node would wait for it until the deadline of its
+        claim.
 
         Raises:
-            HandoffRefusedError: The ticket is lost; the attempt is recorded as failed.
+            HandoffRefusedError: The ticket is lost. This counts as a failed attempt.
             GatewayError: The ticket is lost, and no further attempt is allowed.
         """
         node = self.publisher
@@ -366,7 +374,7 @@ class Delivery:
             raise error
 
     def spend(self, error: AttemptError) -> None:
-        """Count a failed attempt.
+        """Count and log a failed attempt.
 
         Raises:
             GatewayError: No further attempt is allowed.
@@ -387,12 +395,12 @@ class Delivery:
         return usable(nodes, self.now(), self._failed)
 
     def some_of(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """Return at least one of `nodes`, as `fresh` does.
+        """Return those of `nodes` that `fresh` returns; if none, all that may receive requests.
 
-        If all of them have failed for this prompt, all that may receive requests are returned.
+        In the second case, earlier failures of nodes for this prompt are forgotten.
 
         Raises:
-            AttemptError: No node may receive requests; this counts as a failed attempt.
+            AttemptError: No node may receive requests. This counts as a failed attempt.
             GatewayError: No node may receive requests, and no further attempt is allowed.
         """
         if not (left := self.fresh(nodes)):
@@ -417,7 +425,7 @@ class Delivery:
             offset: Position in the answer of the first token of this stream.
 
         Raises:
-            AttemptError: The call has failed; the failure is recorded.
+            AttemptError: The call has failed. The failure is recorded.
             GatewayError: The call has failed, and no further attempt is allowed.
         """
         try:
@@ -443,7 +451,7 @@ class Delivery:
             raise self._blame(node, f"sent an answer that cannot be read: {error}") from error
 
     def learn(self, node: BackendNode, done: Done, after: Sequence[int] = ()) -> None:
-        """Record that a node finished its part of the answer, and has the prompt cached now.
+        """Record that a node finished its stream, and that the node has the prompt cached now.
 
         Args:
             node: The node.
@@ -467,14 +475,14 @@ Failure = TierKVError  # passed as a value: `hand_over` sees all failures and ch
 async def hand_over(delivery: Delivery, held: Held) -> None:
     """Get all tokens of an answer by a hand-off from a prefill node to a decode node.
 
-    No call to a node runs any more on return.
+    All calls to nodes have ended on return.
 
     Args:
         delivery: Receives the tokens.
-        held: By URL, number of leading prompt tokens that each node has cached.
+        held: Number of leading prompt tokens that each node has cached, by the node's URL.
 
     Raises:
-        AttemptError: A call has failed; the failure is recorded.
+        AttemptError: A call has failed. The failure is recorded.
         GatewayError: A call has failed, and no further attempt is allowed.
     """
     ticket_id = delivery.next_id()
@@ -505,7 +513,7 @@ async def hand_over(delivery: Delivery, held: Held) -> None:
 
 
 async def _prefill(delivery: Delivery, ticket_id: str, held: Held) -> None:
-    """Make one prefill node publish the prompt under `ticket_id`, trying each usable node once."""
+    """Make one prefill node publish the prompt under `ticket_id`; try each usable node once."""
     failure = AttemptError("no prefill node is available")
     tried: set[BackendNode] = set()
     while True:
@@ -538,7 +546,7 @@ async def _prefill_at(delivery: Delivery, node: BackendNode, ticket_id: str, hel
 
 
 async def _decode(delivery: Delivery, ticket_id: str, held: Held) -> None:
-    """Make a decode node claim the ticket; try others until one has sent a token."""
+    """Make a decode node claim the ticket; try other nodes until one has sent a token."""
     job, first_token_s = delivery.job, delivery.backend.settings.deadlines.first_token_s
     while True:
         nodes = delivery.fresh(delivery.backend.nodes.decoding())
@@ -579,7 +587,7 @@ async def run(delivery: Delivery) -> None:
     """Get all tokens of an answer, in as many attempts as the limits allow.
 
     Raises:
-        GatewayError: The attempts or the time are used up, or the request is not valid.
+        GatewayError: No attempt or no time is left, or the request is not valid.
     """
     can_hand_off = True
 
@@ -595,7 +603,7 @@ async def run(delivery: Delivery) -> None:
                 await _attempt(delivery, can_hand_off=can_hand_off)
             except HandoffRefusedError as error:
                 can_hand_off = False  # the next attempt uses one node for prefill and decode
-                delivery.is_divided |= error.reason == _INCOMPATIBLE
+                delivery.has_incompatible_nodes |= error.reason == _INCOMPATIBLE
             except AttemptError:
                 await delivery.pause()
 
@@ -619,7 +627,7 @@ async def _tokenize(delivery: Delivery) -> None:
 
 
 async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
-    """Get the missing tokens by a hand-off between two nodes, or from one node."""
+    """Try once to get the missing tokens, by a hand-off between two nodes or from one node."""
     job = delivery.job
     nodes = _continuing_nodes(delivery)
     everybody = delivery.some_of(nodes)
@@ -646,11 +654,12 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
 def _continuing_nodes(delivery: Delivery) -> list[BackendNode]:
     """Return the nodes that may generate the next tokens.
 
-    If the nodes may have different models, only those that sent some of the tokens may continue.
+    If nodes may have different models, only nodes that sent some of the received tokens may
+    continue.
     """
     everybody = delivery.backend.nodes.all
-    if delivery.is_divided and delivery.speakers:
-        return [node for node in everybody if node in delivery.speakers]
+    if delivery.has_incompatible_nodes and delivery.contributing_nodes:
+        return [node for node in everybody if node in delivery.contributing_nodes]
     return everybody
 
 
@@ -660,7 +669,7 @@ def _can_do_alone(
     num_tokens: int,
     held: Held,
 ) -> BackendNode | None:
-    """Return a node that should do both prefill and decode of this prompt; None to hand it off."""
+    """Return a node that should do both prefill and decode of this prompt; None for a hand-off."""
     if num_tokens > _FEW_TOKENS:
         knowing = [node for node in decoding if num_tokens - held.get(node.url, 0) <= _FEW_TOKENS]
         least = min((node.running for node in decoding), default=0)

@@ -1,4 +1,4 @@
-"""The choice of a node for a prompt, and the gateway's memory of prompts that nodes have seen."""
+"""The choice of a node for a prompt, and a memory of the prompts that each node has cached."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Held = Mapping[str, int]  # by a node's URL, the number of leading prompt tokens
 
 
 def choose_prefill(nodes: Sequence[BackendNode], num_tokens: int, held: Held) -> BackendNode:
-    """Return the prefill node with the least computing left to do if the prompt is sent there.
+    """Return the prefill node that has the fewest tokens to compute if it receives the prompt.
 
-    The measure is the number of tokens that the node's running requests still need, plus the
-    prompt's tokens that the node has not cached. Among equal nodes, the one with the fewest running
-    requests is chosen.
+    These are the tokens that the node's running requests still need, plus the prompt's tokens that
+    the node has not cached. Among equal nodes, the one with the fewest running requests is chosen.
 
     Args:
         nodes: The nodes to choose from; at least one.
         num_tokens: Number of tokens of the prompt.
-        held: By URL, number of leading prompt tokens that each node has cached; 0 if missing.
+        held: Number of leading prompt tokens that each node has cached, by the node's URL; a
+            missing node counts as 0.
     """
     return min(
         nodes,
@@ -42,7 +42,8 @@ def choose_decode(nodes: Sequence[BackendNode], held: Held) -> BackendNode:
 
     Args:
         nodes: The nodes to choose from; at least one.
-        held: By URL, number of leading prompt tokens that each node has cached; 0 if missing.
+        held: Number of leading prompt tokens that each node has cached, by the node's URL; a
+            missing node counts as 0.
     """
     return min(
         nodes,
@@ -57,31 +58,32 @@ _MAX_CHUNKS = 1 << 16  # about 4 million tokens, some 10 MB
 
 
 class PrefixMemory:
-    """A memory of which node has seen which prefix of a prompt, by the hash of the prefix.
+    """A memory of the nodes that have seen a prompt prefix, by the hash of the prefix.
 
-    Only prefixes of a multiple of 64 tokens are remembered. A hash collision can lead to a worse
-    choice of node, never to a wrong answer.
+    Only prefixes of a multiple of 64 tokens are remembered. A hash collision can lead to a slower
+    node, never to a wrong answer.
 
     Args:
-        max_chunks: Largest number of remembered prefixes; beyond it, the least recently used are
-            forgotten.
+        max_chunks: Largest number of remembered prefixes; the least recently used are removed
+            first.
     """
 
     def __init__(self, max_chunks: int = _MAX_CHUNKS) -> None:
-        # By hash, (URL, lives) of the nodes. Chunks of a prompt seen by one node share one tuple.
+        # By hash, (URL, num_recoveries) of each node that has seen the prefix. The
+        # prefixes of a prompt that only one node has seen share one tuple, to save memory.
         self._seen: OrderedDict[int, tuple[tuple[str, int], ...]] = OrderedDict()
         self._max_chunks = max_chunks
 
-    def remember(self, tokens: bytes, url: str, life: int) -> None:
+    def remember(self, tokens: bytes, url: str, num_recoveries: int) -> None:
         """Remember that a node has cached a prompt.
 
         Args:
-            tokens: The prompt, packed as int32; only its first 65,536 tokens are remembered.
+            tokens: The prompt's token ids, as little-endian int32 bytes; only the first 65,536
+                tokens are remembered.
             url: URL of the node.
-            life: The node's `BackendNode.lives` now. Once that number rises, the prompt counts as
-                lost.
+            num_recoveries: The node's `BackendNode.num_recoveries` at this moment.
         """
-        alone = ((url, life),)
+        alone = ((url, num_recoveries),)
         for digest in _chain(tokens[:REMEMBERED_BYTES]):
             others = tuple([one for one in self._seen.get(digest, ()) if one[0] != url])
             self._seen[digest] = (*others, *alone) if others else alone
@@ -89,20 +91,23 @@ class PrefixMemory:
         while len(self._seen) > self._max_chunks:
             self._seen.popitem(last=False)
 
-    def matched(self, tokens: bytes, lives: Mapping[str, int]) -> dict[str, int]:
-        """Return by URL the number of leading tokens that each node has seen and may still have.
+    def matched(self, tokens: bytes, recoveries: Mapping[str, int]) -> dict[str, int]:
+        """Return the number of leading prompt tokens that each node has seen and may still have.
 
         Args:
-            tokens: The prompt, packed as int32.
-            lives: By URL, `BackendNode.lives` of each node; only prompts remembered with this
-                number count.
+            tokens: The prompt's token ids, as little-endian int32 bytes.
+            recoveries: By the node's URL, `BackendNode.num_recoveries` of each node to look up. A
+                prompt that was remembered with a lower number may be lost, and does not count.
+
+        Returns:
+            By the node's URL, the number of tokens.
         """
         found: dict[str, int] = {}
         chunks = 0
-        left = set(lives)
+        left = set(recoveries)
         for digest in _chain(tokens):
             seen = self._seen.get(digest, ())
-            for url in [url for url in left if (url, lives[url]) not in seen]:
+            for url in [url for url in left if (url, recoveries[url]) not in seen]:
                 found[url] = chunks * _CHUNK_TOKENS
                 left.remove(url)
             if not left:

@@ -186,10 +186,10 @@ def _wake(pieces: asyncio.Queue[tuple[int, AnswerPiece] | None]) -> None:
 
 
 def usage_of(answers: Sequence[PromptAnswer], num_choices: int) -> TokenUsage:
-    """Return the token usage of a request; each prompt counts once, even with several answers.
+    """Return the token usage of a request. A prompt with several answers counts once.
 
     Args:
-        answers: The answers, prompt after prompt.
+        answers: The answers, ordered by prompt.
         num_choices: Number of answers to each prompt.
     """
     prompts = answers[::num_choices]
@@ -204,7 +204,7 @@ def usage_of(answers: Sequence[PromptAnswer], num_choices: int) -> TokenUsage:
 
 
 class _Writer:
-    """A writer of one streamed answer; the first `write` sends the HTTP headers."""
+    """A writer of one streamed answer. The HTTP headers are sent with the first event."""
 
     def __init__(self, request: web.BaseRequest, model: str, *, is_chat: bool) -> None:
         self.request = request
@@ -281,13 +281,15 @@ class ProbeRoutes:
         is_verbose = bodies.is_set(request, "verbose")
         if not any(state is NodeState.READY for state, _ in states.values()):
             each = "; ".join(
-                f"{url} is {state.value}{f' ({word})' if word else ''}"
-                for url, (state, word) in states.items()
+                f"{url} is {state.value}{f' ({detail})' if detail else ''}"
+                for url, (state, detail) in states.items()
             )
             raise NoNodesError(f"no node is ready{f': {each}' if is_verbose else ''}")
         parts = {
-            url: PartHealth("degraded" if word and state is NodeState.READY else state.value, word)
-            for url, (state, word) in states.items()
+            url: PartHealth(
+                "degraded" if detail and state is NodeState.READY else state.value, detail
+            )
+            for url, (state, detail) in states.items()
         }
         is_whole = all(part.status == NodeState.READY.value for part in parts.values())
         status = "ok" if is_whole else "degraded"
@@ -295,10 +297,9 @@ class ProbeRoutes:
 
     @Route("GET", "/version", Access.PUBLIC)
     async def version(self, _: web.BaseRequest) -> VersionAnswer:
-        """Return the version of the gateway.
+        """Return the version of the gateway, in the form of a node's answer.
 
-        The fields are those of a node's answer. The fingerprint is empty, because a gateway has no
-        blocks.
+        The fingerprint is empty, because a gateway has no blocks.
         """
         return VersionAnswer(tierkv.__version__, "gateway", "gateway", {}, "")
 
@@ -312,7 +313,7 @@ class ProbeRoutes:
 class GatewayLiveRoutes:
     """The data of the live page.
 
-    These routes are not a part of the API, and may change at any version.
+    These routes are not part of the API, and any version of tierkv may change them.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -320,7 +321,7 @@ class GatewayLiveRoutes:
 
     @Route("GET", "/live/stream", Access.READ, content_type=EVENT_STREAM)
     async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Stream the gateway's figures, from the last minutes on, and each node's state."""
+        """Stream the gateway's metrics, from the last minutes on, and the state of each node."""
         return await self._gateway.live.stream(request, lambda: [("state", self._state())])
 
     def _state(self) -> bytes:
@@ -341,7 +342,7 @@ class GatewayLiveRoutes:
                         "running": node.running,
                         "outstanding_tokens": node.outstanding_tokens,
                         "failures": node.num_failures,
-                        "lives": node.lives,
+                        "lives": node.num_recoveries,
                     }
                     for node in gateway.backend.nodes.all
                 ],
@@ -386,7 +387,7 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
 
 
 def listening(gateway: Gateway, listener: socket.socket) -> AbstractAsyncContextManager[str]:
-    """Answer requests for `gateway` on `listener` while the context is open; provide its URL.
+    """Return a context manager that answers requests for `gateway` and yields the gateway's URL.
 
     Args:
         gateway: The gateway; it must be running before the first request arrives.

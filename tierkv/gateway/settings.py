@@ -19,15 +19,18 @@ class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         prefill: URLs of the nodes that compute prompts: a list, or one text with spaces or commas
             between the URLs.
-        decode: URLs of the nodes that generate from computed prompts, in the form of prefill.
+        decode: URLs of the nodes that generate answers to prompts which prefill nodes have
+            computed, in the form of prefill.
         both: URLs of the nodes that do both, in the form of prefill.
-        model: name of the one model at /v1/models; "" for the name that the nodes report.
+        model: name of the one model that GET /v1/models lists; "" for the name that the nodes
+            report.
         node_token: bearer token for the nodes; set it in the environment.
         node_ca: file of the authority (PEM) that signed the certificates of https nodes; "" trusts
             the system's authorities.
-        node_cert: file of the gateway's certificate (PEM), for nodes that require one; read once,
-            at the start.
-        node_key: file of the certificate's key (PEM), if it is in another file.
+        node_cert: file of the gateway's own certificate (PEM), for nodes that require client
+            certificates; read once, at the start.
+        node_key: file of the certificate's key (PEM), if the key is not in the file of the
+            certificate.
         forward_authorization: send each caller's Authorization header to the nodes, which then
             authenticate the caller and choose its tenant; node_token is then only for probes.
         allow_insecure_bind: listen on addresses that other machines can reach although callers are
@@ -58,9 +61,10 @@ class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fi
 class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits on the prompts that the gateway accepts.
 
-    max_running: largest number of prompts that run at the nodes at a time.
-    max_queued: largest number of prompts that wait in the gateway; further callers get 429.
-    queue_timeout_s: seconds after which a waiting prompt gets 503.
+    max_running: largest number of prompts that run at the nodes at the same time.
+    max_queued: largest number of prompts that wait in the gateway; a prompt above it is rejected
+    with 429.
+    queue_timeout_s: seconds after which a waiting prompt is rejected with 503.
     max_batch: largest number of answers of one request.
     max_attempts: largest number of attempts to answer a prompt, over all nodes.
     """
@@ -82,10 +86,11 @@ class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     request_s: time for a prompt, from its first attempt to its last token.
     connect_s: time to connect to a node.
-    first_token_s: time until a node sends the first event of a prefill, claim or generate.
+    first_token_s: time until a node sends the first event of its answer to a prefill, decode or
+    generate call.
     stall_s: time between two tokens of a stream.
-    lookup_s: time in which nodes must report how much of a prompt they have cached. If a node does
-    not, the gateway estimates it from earlier prompts.
+    lookup_s: time in which nodes must report the number of a prompt's tokens that they have cached.
+    If a node does not, the gateway estimates the number from earlier prompts.
     """
 
     request_s: float = 600.0
@@ -104,11 +109,11 @@ class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         probe_interval_s: seconds between two probes of a node's /readyz.
         probe_timeout_s: seconds in which a node must answer a probe.
-        eject_s: seconds without requests after a failure. Each further failure doubles this time.
-            The next probe that finds the node ready ends it.
-        max_eject_s: largest value of that time, in seconds.
-        gone_after_probes: number of unanswered probes in a row after which answers that the node
-            has stopped sending continue at another node.
+        eject_s: seconds without requests after a failure. Each further failure doubles this time. A
+            probe that finds the node ready ends it at once.
+        max_eject_s: largest value of the doubled time, in seconds.
+        gone_after_probes: number of unanswered probes in a row after which other nodes continue the
+            unfinished answers of the node.
     """
 
     probe_interval_s: float = 1.0
@@ -133,13 +138,13 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def urls_of(given: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Return the URLs in `given`, without a slash at their ends.
+    """Return the URLs in `given`, each without a slash at its end.
 
     Args:
         given: A list of URLs, or one text with spaces or commas between them.
 
     Raises:
-        ConfigError: One of them is not the URL of a node.
+        ConfigError: One of the URLs cannot be the URL of a node.
     """
     several = given.replace(",", " ").split() if isinstance(given, str) else given
     return tuple(node_url(url) for url in several)
