@@ -1,10 +1,11 @@
 """The index of cached blocks: the radix tree, the longest cached prefix of a prompt, leases.
 
-The index is plain data without I/O or a clock. A node of the tree holds consecutive blocks, a run;
-the path to a node is a prefix of prompts. A lease protects a path from eviction.
+The index is data in memory, without I/O and without a clock. A node of the tree has consecutive
+blocks (a run); the path from the root to a node is a prefix of prompts. A lease protects a path
+from eviction.
 
-A block is in the tree while device or host has a copy, ready or incoming. A block on the device has
-all blocks before it on the device. Storage is not part of the index; it is asked by digest.
+A block is in the tree while it has a slot on device or host, ready or incoming. If a block is on
+the device, so are all blocks before it. Blocks that are only in storage are not in the index.
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ _BY_USE: Final = (EvictionKind.LRU, EvictionKind.LRU)
 
 
 class Spaces:
-    """The roots of the tree and the eviction queues.
+    """The roots of the radix tree and the eviction queues.
 
-    Each fingerprint (model, tenant, adapter ...) has a root of its own. The part of the tree below
-    it is its space.
+    Each fingerprint (model, tenant, adapter ...) has a root. The part of the tree below it is the
+    fingerprint's space.
 
     Args:
         root_digest: root digest of the service's own fingerprint.
         policies: eviction policies of device and host; None for LRU.
 
     Attributes:
-        order: eviction queues of all spaces together, for device and host.
-        own_orders: eviction queues of each space with a quota, by the space's name, for device and
-            host.
+        order: eviction queues of device and host, with the nodes of all spaces.
+        own_orders: by the name of each space with a quota: eviction queues of device and host with
+            the nodes of this space only.
         root: root of the service's own fingerprint.
     """
 
@@ -83,11 +84,11 @@ class Spaces:
         self.root = self.open(Space(DEFAULT, root_digest))
 
     def open(self, space: Space, kinds: EvictionKinds = _BY_USE) -> TreeNode:
-        """Open a space, the part of the index for one fingerprint (model, tenant, adapter).
+        """Open a space, the part of the index for one fingerprint (model, tenant, adapter ...).
 
         Args:
-            space: a space whose name is not open yet.
-            kinds: eviction policies of device and host within the space's quota.
+            space: the space; no space of its name may be open.
+            kinds: eviction policies of device and host; used when the space exceeds its quota.
 
         Returns:
             The root of the space.
@@ -104,7 +105,7 @@ class Spaces:
         return root
 
     def close(self, name: str) -> None:
-        """Close a space that has no blocks and is not the service's own."""
+        """Close the space of this name; it must have no blocks, and not be the service's own."""
         root = self.root_named(name)
         assert not root.children, "a space is closed when it is empty"
         assert root is not self.root, "the default space stays"
@@ -113,10 +114,10 @@ class Spaces:
         self.own_orders.pop(name, None)
 
     def renew(self) -> None:
-        """Exclude all cached blocks from matching, by giving each space a new root.
+        """Exclude all cached blocks from matches: give each space a new, empty root.
 
-        Blocks with a lease stay below their old root, which is then called retired, until the lease
-        ends. Blocks that a running request computes after them are added there too.
+        Blocks with a lease stay below the old root, now called retired, until their leases end. A
+        request that runs meanwhile adds its new blocks there too.
         """
         for name, root in self._roots.items():
             if root.children or root.holders:
@@ -125,7 +126,7 @@ class Spaces:
         self.root = self._roots[DEFAULT]
 
     def retired(self, name: str | None = None) -> list[TreeNode]:
-        """Return the old roots that `renew` has replaced and that still have blocks.
+        """Return the retired roots (replaced by `renew`) that still have blocks with leases.
 
         Args:
             name: name of a space; None for all spaces.
@@ -143,14 +144,14 @@ class Spaces:
         return self._roots.get(node.space.name) is not node
 
     def set_quota(self, space: Space, quota: Quota, kinds: EvictionKinds = _BY_USE) -> None:
-        """Set the quota of a space; evict nothing.
+        """Set the quota of a space, and evict nothing yet.
 
-        If the space had no quota before, the call visits all of its nodes.
+        The call visits all nodes of a space that had no quota before.
 
         Args:
             space: the space.
-            quota: largest numbers of device and host blocks; None for no limit.
-            kinds: eviction policies of device and host within the quota.
+            quota: largest number of blocks on device and host; None for no limit.
+            kinds: eviction policies of device and host; used when the space exceeds its quota.
         """
         space.quota = quota
         if not space.has_quota:
@@ -186,7 +187,7 @@ class Spaces:
         return self._roots.get(prompt.space) or self.root_named(prompt.space)
 
     def root_named(self, name: str) -> TreeNode:
-        """Return the root of the space of this name.
+        """Return the root of the space with this name.
 
         Raises:
             BadRequestError: no space of this name is open.
@@ -202,11 +203,11 @@ class Spaces:
         return [root.space for root in self._roots.values()]
 
     def own_order(self, space: Space, tier: Tier) -> EvictionOrder | None:
-        """Return the eviction queue of one space's blocks.
+        """Return the eviction queue that has only one space's nodes.
 
         Args:
             space: the space.
-            tier: the tier.
+            tier: the tier whose blocks are evicted.
 
         Returns:
             The queue; None if the space has no quota.
@@ -215,18 +216,18 @@ class Spaces:
         return None if own is None else own[tier]
 
     def orders(self, tier: Tier) -> list[tuple[EvictionOrder, Space | None]]:
-        """Return each eviction queue of the tier with its space (None: the common queue)."""
+        """Return each eviction queue of the tier with its space; None stands for all spaces."""
         own = [(order, space) for space in self.all() if (order := self.own_order(space, tier))]
         return [(self.order[tier], None), *own]
 
     def roots(self) -> list[TreeNode]:
-        """Return the roots below which prompts are matched."""
+        """Return the roots of all open spaces, without retired roots."""
         return list(self._roots.values())
 
     def nodes(self) -> Iterator[TreeNode]:
         """Yield every node except the roots; nodes below retired roots are included.
 
-        The call walks the whole tree, so only `verify` and listings use it.
+        The call visits the whole tree, so only checks (`verify`) and listings use it.
         """
         roots = [*self._roots.values(), *self.retired()]
         pending = [child for root in roots for child in root.children.values()]
@@ -243,14 +244,14 @@ _READY: Final = CopyState.READY
 
 
 class Tree:
-    """The nodes below the roots of all spaces, and the counts kept about them.
+    """The nodes below the roots of all spaces; keeps all counts about them correct.
 
-        root ── [b0 b1 b2] ─┬─ [b3 b4]        a node holds a run of blocks; children branch off
+        root ── [b0 b1 b2] ─┬─ [b3 b4]        a node has consecutive blocks; children begin
                             ├─ [b3' b4' b5']   at its end; a tail is a child with a partial block
                             └─ (tail, 5 tokens)
 
-    Every change updates the counts of `TreeNode`, `Space` and the eviction queues. `Index` decides
-    which changes are made.
+    Every change updates the counts in `TreeNode` and `Space`, and the eviction queues. `Index`
+    decides which changes are made.
     """
 
     def __init__(self, spaces: Spaces, block_size: int) -> None:
@@ -277,7 +278,10 @@ class Tree:
             self.count_unheld(node.space, device, host)
 
     def unhold(self, node: TreeNode) -> None:
-        """Remove a lease that ends at `node`, and queue the nodes that may be evicted now."""
+        """Remove a lease that ends at `node`.
+
+        Queue for eviction the nodes that have no lease left.
+        """
         device = host = 0
         (on_device, on_host), has_quotas = self._order, bool(self._own_orders)
         while True:
@@ -301,12 +305,12 @@ class Tree:
             self.count_unheld(node.space, device, host)
 
     def count_unheld(self, space: Space, device: int, host: int) -> None:
-        """Correct the numbers of copies of `space` that can be evicted.
+        """Change the numbers of evictable blocks that the eviction queues count for `space`.
 
         Args:
             space: the space.
-            device: number of device copies to add; negative to subtract.
-            host: number of host copies to add; negative to subtract.
+            device: number of device blocks to add; negative to subtract.
+            host: number of host blocks to add; negative to subtract.
         """
         self._order[0].num_unheld += device
         if host:
@@ -316,7 +320,7 @@ class Tree:
             own[1].num_unheld += host
 
     def offer(self, node: TreeNode) -> None:
-        """Queue `node` for eviction on every tier where it may be evicted now."""
+        """Queue `node` for eviction from each tier for which it is a candidate."""
         device, host = self._order
         device.offer(node)
         if node.host is not None:
@@ -328,13 +332,13 @@ class Tree:
     # Growing
 
     def new_node(self, parent: TreeNode, prompt: Prompt, device: TierCopies) -> TreeNode:
-        """Add a child with the next blocks of a prompt; the caller counts its copies.
+        """Add a child with the next blocks of a prompt; the caller must count its device blocks.
 
         Args:
-            parent: the node that the blocks follow.
-            prompt: the prompt. If only its tail (partial last block) is left, the child holds the
-                tail.
-            device: the device copies, one for each block of the child.
+            parent: the node after which the blocks come.
+            prompt: the prompt. If its full blocks end with `parent`, the child is the tail (partial
+                last block).
+            device: slots and states on the device, one for each block of the child.
 
         Returns:
             The child.
@@ -362,20 +366,20 @@ class Tree:
         slots: Ids,
         held: TreeNode,
     ) -> TreeNode:
-        """Add blocks [pos, stop) of a prompt, which are not in the tree yet, to the path of `node`.
+        """Add blocks [pos, stop) of a prompt after block `pos` - 1 of the path to `node`.
 
         Args:
-            tier: the tier where the blocks are ready.
-            node: a node whose path ends with block `pos` - 1.
-            pos: index of the first new block.
-            prompt: the prompt that has the blocks.
+            tier: the tier on which the blocks are ready.
+            node: the tree node that has block `pos` - 1 of the prompt.
+            pos: index of the first new block; the tree has no block of the prompt from there on.
+            prompt: the prompt.
             stop: index after the last new block.
-            slots: int32 [stop - pos], the slots on `tier`.
-            held: the node where the caller's lease ends.
+            slots: slots of the new blocks on `tier`, int32 [stop - pos].
+            held: the tree node at which the caller's lease ends.
 
         Returns:
-            The node in which the blocks end. If it is new, it counts the caller's lease as a
-                holder.
+            The node in which the new blocks end. A newly made node already counts the caller's
+                lease as a holder.
         """
         if pos < node.end:
             node = self.split(node, pos - node.start)
@@ -403,11 +407,7 @@ class Tree:
         return child
 
     def _grows_in_place(self, node: TreeNode, num_blocks: int, held: TreeNode) -> bool:
-        """Return whether blocks can be appended to `node` instead of becoming a new child.
-
-        Other leases, hits and soft pins of the node would also count for the added blocks, so there
-        must be none.
-        """
+        """Return whether to append blocks to `node` instead of adding a child."""
         return (
             node.holders == int(node is held)
             and not node.hits
@@ -417,14 +417,16 @@ class Tree:
         )
 
     def split(self, node: TreeNode, at: int) -> TreeNode:
-        """Split a node in two; its leases stay with the lower half, which becomes the only child.
+        """Split a node in two.
+
+        Its leases, its children and its later blocks stay with the lower node.
 
         Args:
-            node: the node, which becomes the lower half.
-            at: number of blocks of the upper half.
+            node: the node, which becomes the lower node.
+            at: number of blocks to move to the upper node.
 
         Returns:
-            The upper half, a new node.
+            The upper node, which is new; `node` is its only child.
         """
         assert 0 < at < node.num_blocks, "a split leaves two non-empty runs"
         parent = node.parent
@@ -446,10 +448,7 @@ class Tree:
     def _recount_halves(
         self, parent: TreeNode, upper: TreeNode, lower: TreeNode, had: tuple[bool, bool]
     ) -> None:
-        """Correct the counts after a split of a node with blocks on different tiers.
-
-        `had` says for device and host whether the node had copies there before the split.
-        """
+        """Correct the counts after a split of a node whose blocks were on different tiers."""
         is_lower, is_upper = (
             tuple(int(half.num_present(tier) > 0) for tier in TIERS) for half in (lower, upper)
         )
@@ -472,18 +471,21 @@ class Tree:
         *,
         slots: Ids | None = None,
     ) -> Ids:
-        """Apply a change to the copies of a node's blocks, and update all counts.
+        """Change the state of a node's blocks on a tier, and update all counts.
 
         Args:
             tier: the tier.
             node: the node.
             i: index of the first block within the node.
             j: index after the last block.
-            change: the transition of the state of the copies.
-            slots: new slots for RESERVE and PLACE, int32 [j - i].
+            change: the change of the state.
+            slots: new slots for RESERVE and PLACE, int32 [j - i]; None for other changes.
 
         Returns:
-            The slots that the blocks had before, int32 [j - i].
+            The slots that the blocks had before, int32 [j - i], NO_SLOT for none.
+
+        Raises:
+            OwnershipError: the change is not possible for one of the blocks; nothing changed.
         """
         copies = node.on(tier)
         before = copies.num_present
@@ -496,7 +498,7 @@ class Tree:
         return had
 
     def _recount(self, tier: Tier, node: TreeNode, before: int) -> TreeNode | None:
-        """Update the counts of `node` on `tier`, where it had `before` copies.
+        """Update the counts of `node` on `tier`, where it had `before` blocks.
 
         Returns the node that may have become a candidate for eviction; None for none.
         """
@@ -519,7 +521,7 @@ class Tree:
     # Shrinking
 
     def prune(self, node: TreeNode) -> None:
-        """Remove blocks without any copy from the end of the path to `node`."""
+        """Remove blocks that are on no tier, from the end of the path to `node` upwards."""
         while node.parent is not None and not node.children:
             device, host = node.device.num_present, node.host.num_present if node.host else 0
             if device or host:
@@ -531,7 +533,7 @@ class Tree:
             node = self.unlink(node)
 
     def unlink(self, node: TreeNode) -> TreeNode:
-        """Remove a node without copies and children from the tree; return its parent."""
+        """Remove a node without blocks and children from the tree; return its parent."""
         parent = node.parent
         assert parent is not None, "the root stays"
         parent.disown(node)
@@ -555,20 +557,23 @@ class Tree:
 
 
 def _extras_of(prompt: Prompt, start: int, stop: int) -> dict[int, bytes] | None:
-    """Return the extra keys (media) of blocks [start, stop) by block; None if there are none."""
+    """Return the extra keys (media) of blocks [start, stop) by block index.
+
+    None if there are none.
+    """
     extras = prompt.extras  # may have entries for many more blocks
     return {i: e for i in range(start, stop) if (e := extras.get(i))} or None
 
 
 class PartialMatch(NamedTuple):
-    """A cached block that begins with the prompt's next tokens but then differs.
+    """A cached block that has only some of the prompt's next tokens at its start.
 
-    A request copies the block to use these tokens.
+    A request copies the block to reuse these tokens.
 
     Attributes:
-        node: the node with the block.
+        node: the tree node with the block.
         block: index of the block, from the start of the prompt.
-        num_tokens: number of shared tokens, at least 1.
+        num_tokens: number of shared leading tokens, at least 1.
     """
 
     node: TreeNode
@@ -579,17 +584,16 @@ class PartialMatch(NamedTuple):
 class Match(msgspec.Struct):
     """The cached blocks at the start of a prompt.
 
-    In the order of the prompt, the first `device_blocks` are on the device, the next
-    `loading_blocks` are being copied there, and the next `host_blocks` are on the host only.
+    The matched blocks are, in this order: `device_blocks` that are on the device, `loading_blocks`
+    that are being copied to the device, and `host_blocks` that are on the host only.
 
     Attributes:
-        node: the node with the last matched block; the root if none matches.
+        node: the tree node with the last matched block; the root if no block matches.
         num_blocks: number of matched blocks.
-        device_blocks: number of blocks that are on the device.
-        loading_blocks: number of blocks that are being copied to the device.
-        host_blocks: number of blocks that are on the host only.
-        partial: a cached block that shares the first tokens of the block after these; None for
-            none.
+        device_blocks: number of matched blocks on the device.
+        loading_blocks: number of matched blocks that are being copied to the device.
+        host_blocks: number of matched blocks on the host only.
+        partial: a cached block that shares the first tokens of the next block; None for none.
     """
 
     node: TreeNode
@@ -606,7 +610,7 @@ def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
     Args:
         root: root of the prompt's space.
         prompt: the prompt.
-        max_tokens: number of first tokens that may be matched.
+        max_tokens: largest number of tokens to match.
     """
     size = prompt.block_size
     node, pos = descend(root, 0, prompt, max_tokens // size)
@@ -643,16 +647,16 @@ def _on_device(node: TreeNode, pos: int) -> tuple[int, int]:
 
 
 def descend(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> tuple[TreeNode, int]:
-    """Follow a prompt's blocks down the tree as far as they are cached.
+    """Return the last tree node on a prompt's path, and the number of cached blocks up to it.
 
     Args:
-        node: a node whose path has the first `pos` blocks.
-        pos: index of the first block to look for.
+        node: the node from which to start; its path has the first `pos` blocks of the prompt.
+        pos: index of the first block to search for.
         prompt: the prompt.
         stop: index of the block to stop before.
 
     Returns:
-        The node with the last block found, and the index after that block.
+        The node with the last block that was found, and the index after that block.
     """
     tokens, width, extras = prompt.tokens, prompt.block_size * TOKEN_BYTES, prompt.extras
     startswith = tokens.startswith
@@ -686,7 +690,7 @@ def descend(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> tuple[TreeNo
 
 
 def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
-    """Return blocks [start, stop) of the path to `node`, divided by nodes.
+    """Return the parts of blocks [start, stop) of the path to `node` that single nodes have.
 
     Args:
         node: the tree node at the end of the path.
@@ -694,7 +698,8 @@ def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
         stop: index after the last block.
 
     Returns:
-        For each node, in the order of the path: the node, and a range of blocks within it.
+        In the order of the path: a node, the index of the first block within the node, and the
+            index after the last block within the node.
     """
     parts: list[Segment] = []
     part: TreeNode | None = node
@@ -708,7 +713,7 @@ def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
 
 
 def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
-    """Return how many blocks from index `pos` on, up to `stop`, `node` shares with the prompt."""
+    """Return how many blocks in [pos, stop) are the same in `node` and in the prompt."""
     width = prompt.block_size * TOKEN_BYTES
     at, most = node.packed_at + (pos - node.start) * width, min(stop, node.end) - pos
     blocks = common_blocks(prompt.tokens, pos * width, node.packed, at, most, width)
@@ -751,12 +756,12 @@ _STATES: Final = tuple(CopyState)  # by value
 class Lease(msgspec.Struct, eq=False):
     """A reference that protects blocks [0, num_blocks) of the path to `node` from eviction.
 
-    The lease covers all tiers.
+    The protection applies to device and host.
 
     Attributes:
         node: the tree node at the end of the path.
         num_blocks: number of protected blocks.
-        used_before: LRU tick of the node's last use before this lease.
+        used_before: LRU tick of the last use of `node` before this lease.
         is_released: True once the lease has ended.
     """
 
@@ -767,9 +772,9 @@ class Lease(msgspec.Struct, eq=False):
 
 
 class Index:
-    """All cached blocks, each fingerprint's in a space of its own.
+    """All cached blocks on device and host, with leases.
 
-    A lease always covers whole nodes: a node is split if a lease ends inside it.
+    A node is split if a lease ends inside it, so that every lease covers whole nodes.
 
     Args:
         block_size: number of tokens of a block.
@@ -779,7 +784,7 @@ class Index:
     Attributes:
         spaces: the roots and eviction queues.
         num_held_leases: number of leases that have not ended.
-        reuse_gaps: histogram of the times between two uses of the last block of a match.
+        reuse_gaps: histogram of the time between two uses of the last block of a match.
     """
 
     def __init__(
@@ -798,11 +803,11 @@ class Index:
     # Lookups
 
     def match(self, prompt: Prompt, max_tokens: int | None = None) -> Match:
-        """Return the longest cached prefix of a prompt; changes nothing.
+        """Return the longest cached prefix of a prompt; change nothing.
 
         Args:
             prompt: the prompt.
-            max_tokens: number of first tokens that may be matched; None for all.
+            max_tokens: largest number of tokens to match; None for all.
 
         Returns:
             The match.
@@ -866,9 +871,9 @@ class Index:
         ]
 
     def digests(self, node: TreeNode, stop: int, *, start: int = 0) -> list[bytes]:
-        """Return the keys of full blocks [start, stop) of the path to `node`.
+        """Return the keys of full blocks [start, stop) of the path to `node`, 32 bytes each.
 
-        Each key is computed once and kept in the tree.
+        Each key is computed once, and then stored in its node.
 
         Args:
             node: the tree node at the end of the path.
@@ -907,7 +912,7 @@ class Index:
         return found
 
     def _compute_digests(self, part: TreeNode, parent: bytes, known: int, stop: int) -> list[bytes]:
-        """Compute and keep the keys of the node's blocks after the first `known`, before `stop`."""
+        """Compute and store the keys of a node's blocks [known, stop), counted within the node."""
         digest = part.digests[-DIGEST_BYTES:] or parent
         if part.extras:
             more = []
@@ -925,14 +930,14 @@ class Index:
     def hold(self, node: TreeNode, num_blocks: int) -> Lease:
         """Protect the first blocks of a path from eviction, and mark the path as used now.
 
-        A node that continues beyond `num_blocks` is split, so that its other blocks can be evicted.
+        If `node` has further blocks after these, it is split, so that the others can be evicted.
 
         Args:
             node: the tree node at the end of a path with at least `num_blocks` blocks.
             num_blocks: number of blocks to protect.
 
         Returns:
-            The lease, for `release`.
+            The lease; `release` ends it.
         """
         if node.end != num_blocks:
             node = self._ending_at(node, num_blocks)
@@ -943,16 +948,16 @@ class Index:
         return Lease(node, num_blocks, used_before)
 
     def hold_as_is(self, node: TreeNode) -> Lease:
-        """Protect the whole path to `node` from eviction, for a copy between tiers.
+        """Protect the whole path to `node` from eviction; no node is split or marked as used.
 
-        The call splits no node, and does not count as a use.
+        Copies between tiers use this lease. `release` ends it.
         """
         self._tree.hold(node)
         self.num_held_leases += 1
         return Lease(node, node.end)
 
     def release(self, lease: Lease) -> None:
-        """End a lease.
+        """End a lease; the blocks can then be evicted, unless another lease protects them.
 
         Raises:
             OwnershipError: the lease has ended already.
@@ -967,9 +972,9 @@ class Index:
             self._tree.prune(node)
 
     def _move(self, lease: Lease, node: TreeNode, *, is_new: bool = False) -> None:
-        """Move the end of `lease` to `node`, which counts as a use.
+        """Let `lease` end at `node` from now on, which counts as a use.
 
-        `is_new` says that the node was made for the lease, and already counts it as a holder.
+        With `is_new`, `node` was made for the lease and already counts it as a holder.
         """
         before, lease.node, lease.num_blocks = lease.node, node, node.end
         end = node.parent if is_new else node
@@ -980,7 +985,7 @@ class Index:
         self._use(node)
 
     def _use(self, node: TreeNode) -> None:
-        """Mark `node` as used now; the nodes above it are marked when the lease ends."""
+        """Mark `node` as used now; nodes above are marked when the lease ends."""
         tick = self._tick = self._tick + 1
         node.last_used = tick
         if not node.born:
@@ -993,10 +998,10 @@ class Index:
             self._tick = tick
 
     def count_hit(self, lease: Lease) -> None:
-        """Count a match for each node on the path of a request's lease.
+        """Add one hit to each node on the path of a request's lease.
 
-        The time since the last use of the path's end is added to `reuse_gaps`; 0 if another lease
-        protects it.
+        The time since the last use of the path's last node is added to `reuse_gaps`; 0 if another
+        lease protects that node too.
         """
         node = lease.node
         for part in node.path():
@@ -1004,7 +1009,10 @@ class Index:
         self.reuse_gaps.add(self._tick - lease.used_before if node.holders == 1 else 0)
 
     def _ending_at(self, node: TreeNode, num_blocks: int) -> TreeNode:
-        """Return the node that ends with block `num_blocks` of the path; split one if necessary."""
+        """Return the node of the path that ends with block `num_blocks` - 1.
+
+        Split a node if necessary.
+        """
         while node.parent is not None and node.start >= num_blocks:
             node = node.parent
         if num_blocks < node.end:
@@ -1028,7 +1036,7 @@ class Index:
         return node
 
     def unpin_softly(self, node: TreeNode) -> None:
-        """Undo one `pin_softly`, even if the blocks have been evicted since."""
+        """Undo one `pin_softly`, also if the blocks have been evicted since."""
         self._pin(node, -1)
 
     def _pin(self, node: TreeNode, step: int) -> None:
@@ -1041,20 +1049,22 @@ class Index:
     def insert(
         self, tier: Tier, at: Lease, prompt: Prompt, stop: int, slots: Ids
     ) -> tuple[int, ...]:
-        """Add blocks [at.num_blocks, stop) of `prompt`, and extend the lease `at` over them.
+        """Add blocks [at.num_blocks, stop) of a prompt, and extend the lease `at` to cover them.
 
-        A block that has a copy on `tier` already keeps it. If one of the blocks is being loaded to
-        the device, that block and all blocks after it are refused, and `at` ends before it.
+        The index takes the slots over, except for blocks that already have a slot on `tier`. If one
+        of the blocks is being loaded to the device, that block and all later ones are not added,
+        and the lease ends before it.
 
         Args:
             tier: the tier of `slots`.
-            at: a lease of the blocks before.
-            prompt: the prompt that has the blocks.
-            stop: index after the last block.
-            slots: int32 [stop - at.num_blocks], with all bytes of each block.
+            at: a lease of the prompt's blocks before the new ones.
+            prompt: the prompt.
+            stop: index after the last block to add.
+            slots: slots with all bytes of the blocks, int32 [stop - at.num_blocks].
 
         Returns:
-            Positions in `slots` that the index has refused; these slots stay the caller's.
+            Positions in `slots` of the slots that the index has not taken over; the caller still
+                owns them.
         """
         assert not at.is_released, "a lease is extended while it holds"
         first, node = at.num_blocks, at.node
@@ -1079,10 +1089,10 @@ class Index:
     def _fill_in(
         self, tier: Tier, node: TreeNode, first: int, pos: int, slots: Ids
     ) -> tuple[int, tuple[int, ...]]:
-        """Assign slots to those of blocks [first, pos) of the path that have no copy on `tier`.
+        """Add slots to those of blocks [first, pos) of the path that have none on `tier`.
 
-        On the device the call stops at a block that is being loaded. Returns the index where the
-        call stopped, and the positions in `slots` before it that were not needed.
+        On the device, stop at a block that is being loaded. Return the block index at which the
+        call stopped, and the positions in `slots` of unused slots before it.
         """
         refused: list[int] = []
         for part, start, end in segments(node, first, pos):
@@ -1103,17 +1113,17 @@ class Index:
     def insert_tail(
         self, tier: Tier, at: Lease, prompt: Prompt, slot: int
     ) -> tuple[TreeNode, bool]:
-        """Add the tail (partial last block) of `prompt` below its full blocks.
+        """Add the tail (partial last block) of `prompt` after the prompt's full blocks.
 
         Args:
             tier: the tier of `slot`.
             at: a lease of all full blocks of the prompt.
-            prompt: the prompt, which has a tail.
+            prompt: the prompt; it must have a tail.
             slot: the slot with the tail's bytes.
 
         Returns:
-            The tail's node, and True if the index owns `slot` now; False if the tail had a copy
-                already, so that the slot stays the caller's.
+            The tail's node; and True if the index owns `slot` now, False if the tail already had a
+                slot on `tier`, so that the caller still owns `slot`.
         """
         assert at.num_blocks == prompt.num_blocks, "a tail hangs under its parent block"
         assert prompt.tail_tokens, "the prompt has no tail"
@@ -1140,20 +1150,23 @@ class Index:
         *,
         slots: Ids | None = None,
     ) -> Ids:
-        """Apply a change to the copies of blocks [start, stop) of a path.
+        """Change the state of blocks [start, stop) of a path on a tier.
 
-        Blocks that are on no tier after it leave the tree.
+        Blocks that are on no tier afterwards leave the tree.
 
         Args:
             tier: the tier.
             node: the tree node at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
-            change: the transition of the state of the copies.
-            slots: new slots for RESERVE and PLACE, int32 [stop - start].
+            change: the change of the state.
+            slots: new slots for RESERVE and PLACE, int32 [stop - start]; None for other changes.
 
         Returns:
-            The slots that the blocks had before, int32 [stop - start].
+            The slots that the blocks had before, int32 [stop - start], NO_SLOT for none.
+
+        Raises:
+            OwnershipError: the change is not possible for one of the blocks.
         """
         had, at = [], 0
         for part, i, j in segments(node, start, stop):
@@ -1188,21 +1201,21 @@ class Index:
             part.believe_stored(i, j, np.zeros(j - i, np.bool_))
 
     def unmark_all_stored(self) -> None:
-        """Undo `mark_stored` for all blocks; visits the whole tree, 1 us for each node."""
+        """Undo `mark_stored` for all blocks. The call visits the whole tree, 1 us for each node."""
         for node in self.spaces.nodes():
             node.believe_nothing_stored()
 
     def drop(self, tier: Tier, node: TreeNode, i: int, j: int) -> Ids:
-        """Evict copies of blocks [i, j) of a node from one tier.
+        """Evict the blocks [i, j) of a node from one tier.
 
         Args:
             tier: the tier.
-            node: a node without leases; the copies are ready.
+            node: a node without leases.
             i: index of the first block within the node.
-            j: index after the last block.
+            j: index after the last block; all blocks between are ready on `tier`.
 
         Returns:
-            The slots of the copies, int32 [j - i].
+            The slots that the blocks had, int32 [j - i].
         """
         assert node.holders == 0, "a held copy is never evicted"
         copies, other = (node.on(tier), node.device) if tier is HOST else (node.device, node.host)
@@ -1237,14 +1250,14 @@ class Index:
         return had
 
     def forget_below(self, node: TreeNode, i: int) -> tuple[Ids, Ids]:
-        """Evict a node's blocks from `i` on, and all blocks below the node, from both tiers.
+        """Evict a node's blocks from `i` on, and all blocks below the node, from device and host.
 
         Args:
             node: a node without leases.
             i: index of the first block within the node.
 
         Returns:
-            The device slots and the host slots that are free now.
+            The device slots, and the host slots, that these blocks had; int32 [n] each.
         """
         assert node.holders == 0, "a held copy is never evicted"
         freed: tuple[list[Ids], list[Ids]] = ([], [])
@@ -1267,7 +1280,7 @@ class Index:
 
 
 def runs_of(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[tuple[int, int]]:
-    """Return the ranges where `mask` is true, as (start, stop)."""
+    """Return the ranges in which `mask` is true, as (start, stop)."""
     if mask.all():  # the common case, in a tenth of the time
         return [(0, len(mask))] if len(mask) else []
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))

@@ -57,7 +57,7 @@ class BlockPool:
         self.tier = tier
         self.capacity = 0
         self._free: Ids = np.zeros(0, np.int32)
-        # One mark for each id, then as many that stay False, which negative ids index.
+        # One mark for each id, then as many marks that stay False: negative ids index these.
         self._is_allocated = np.zeros(0, np.bool_)
         self._mark: Ids = np.zeros(0, np.int32)  # scratch memory, written before each use
         self._count_up: Ids = np.zeros(0, np.int32)  # 0, 1, 2 ...: values for `_mark`
@@ -263,11 +263,13 @@ class CopyState(IntEnum):
 class Change(IntEnum):
     """An event that changes the `CopyState` of a block on a tier."""
 
-    RESERVE = 0  # a movement towards this tier is submitted
-    ARRIVE = 1  # the movement is complete and its bytes are verified
-    FAIL = 2  # the movement failed; the slot is free again
-    PLACE = 3  # all bytes are in the slot already: computed, or fetched
-    EVICT = 4  # the copy is removed
+    RESERVE = 0  # a copy to this tier was submitted
+    ARRIVE = 1  # the copy is complete, and its bytes are verified
+    FAIL = 2  # the copy failed; the slot is free again
+    PLACE = (
+        3  # all bytes are in the slot already: the engine has computed them, or they were fetched
+    )
+    EVICT = 4  # the block is removed from the tier
 
 
 _TABLE = {
@@ -369,7 +371,10 @@ class TierCopies:
         return np.frombuffer(packed, _INT32, self.num_blocks)
 
     def fits(self, num_blocks: int) -> bool:
-        """Return whether slots and states have `num_blocks` entries, in the most compact form."""
+        """Return whether there are `num_blocks` slots and states, in their smallest form.
+
+        For checks.
+        """
         slots, states = self._slots, self._states
         least = num_blocks * _SLOT_BYTES
         return (
@@ -585,7 +590,7 @@ def _packed(slots: Ids) -> bytes:
     return slots.tobytes() if slots.dtype is _INT32 else slots.astype(_INT32).tobytes()
 
 
-DEFAULT: Final = ""  # the space of an index with a single fingerprint
+DEFAULT: Final = ""  # name of the space of the service's own fingerprint
 # Largest numbers of device and host blocks, None for no limit.
 Quota = tuple[int | None, int | None]
 Segment = tuple["TreeNode", int, int]  # blocks [i, j) of a node, counted from its first block
@@ -677,31 +682,34 @@ def check_quota(quota: Quota) -> None:
 
 
 class TreeNode:
-    """A node of the radix tree: blocks [start, end) of the prompts whose path goes through it.
+    """A node of the radix tree: consecutive blocks of all prompts that begin with the node's path.
+
+    The path consists of the node's blocks [start, end) and of the blocks of all nodes above it.
 
     Attributes:
-        uid: number of the node; no other node has it.
+        uid: number that no other node of the tree has.
         start: index of the first block, from the start of the prompt.
         end: index after the last block.
-        hits: number of times that the node was matched.
-        packed: bytes with the node's tokens at `packed_at`, `token_bytes` long. Tokens of the path
-            above may lie before them, and tokens of nodes that were split off or removed after
-            them.
-        key: key of the node among its parent's children, see `adopt`.
-        extras: extra keys by number of the block, where media overlap; None for none.
-        is_tail: True if the node has one partial block (a tail); such a node has no children.
-        holders: number of leases that end here, plus number of children with holders. While above
-            0, no copy in this node is evicted.
-        last_used: LRU tick of the newest lease that has ended here or below, or ends here.
-        born: LRU tick of the first use of the node's first blocks.
-        soft_pins: number of soft pins that end here or below; a node with one is evicted last.
-        digests: keys of the node's first blocks, 32 bytes each, as far as they were needed.
-        children_on_device, children_on_host: number of children, tails included, with a copy on
-            that tier.
-        device, host: copies on that tier; `host` is None while there is none, the common case.
-        order: sorted keys of the children that are found by their whole first block. The child that
-            shares the most leading tokens with a prompt is next to the prompt's place in this
-            order.
+        hits: number of requests that have reused the node's blocks.
+        packed: memory with packed tokens; those of this node are at bytes [packed_at, packed_at +
+            token_bytes). Nodes of one path share this memory, and it may still contain tokens of
+            removed nodes.
+        key: key of the node in `children` of its parent (see `adopt`).
+        extras: extra keys (identity of media) by block index; None if no media overlap the blocks.
+        is_tail: True if the node is one partial block (a tail) without children.
+        holders: number of leases whose path ends at this node, plus number of children with
+            holders. If it is above 0, no block of the node is evicted.
+        last_used: LRU tick of the last use. The start of a lease sets it for the node where the
+            lease's path ends, the end of a lease for the nodes above.
+        born: LRU tick of the first use of the node's first block.
+        soft_pins: number of soft pins on this node and on nodes below it.
+        digests: keys of the node's first blocks, 32 bytes each, for as many blocks as keys were
+            computed.
+        children_on_device, children_on_host: number of children (tails included) with at least one
+            block on that tier.
+        device, host: slots and states of the blocks on that tier; `host` is None while no block has
+            a host slot.
+        order: sorted keys of those children whose key is a whole first block (see `adopt`).
     """
 
     __slots__ = (
@@ -811,9 +819,10 @@ class TreeNode:
             self.packed, self.packed_at = packed[start:stop], 0
 
     def keep_less(self, packed: bytes) -> None:
-        """Copy the tokens of the nodes that share `packed`, if it is much longer than they need.
+        """Free the shared memory `packed`, if less than a quarter of it is still used.
 
-        Call it after nodes below, which needed the rest of `packed`, have been removed.
+        This node and the nodes above it that use `packed` get copies of their own tokens. Call this
+        method on the lowest node that uses `packed`, after nodes below it were removed.
         """
         part, needed = self, 0
         while part.packed is packed and part.parent is not None:
@@ -903,7 +912,7 @@ class TreeNode:
 
     @property
     def present_children(self) -> tuple[int, int]:
-        """Numbers of children, tails included, with a copy on device and host."""
+        """Numbers of children (tails included) with a block on the device and on the host."""
         return self.children_on_device, self.children_on_host
 
     def count_present(self, tier: Tier, step: int) -> None:
@@ -921,7 +930,9 @@ class TreeNode:
     # Marks of blocks that were written to storage: they save a second write and match nothing.
 
     def stored_in(self, start: int, stop: int) -> Mask:
-        """Return which blocks were written to storage, which may have lost them since.
+        """Return which of blocks [start, stop) were written to storage.
+
+        Storage may have deleted them since.
 
         Args:
             start: index of the first block within the node.
