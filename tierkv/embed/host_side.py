@@ -1330,12 +1330,6 @@ class SavedPrompt:
         """The lease that protects the prompt's indexed blocks from eviction; None without any."""
         return self._promise.lease
 
-    @property
-    def were_deleted(self) -> bool:
-        """True if indexed blocks of the prompt have been deleted since they were protected."""
-        lease = self._promise.lease
-        return lease is not None and self._service.index.spaces.is_retired(lease.node)
-
     def grow(self) -> int:
         """Protect the full blocks that are saved by now; return the number of their tokens."""
         return self._side.hold_saved(self._promise, self.prompt)

@@ -210,10 +210,6 @@ class PromptBlocks(Protocol):
     def lease(self) -> Lease | None:
         """The lease (protection from eviction) of the blocks in the index; None without any."""
 
-    @property
-    def were_deleted(self) -> bool:
-        """True if the cache was deleted after the blocks were computed."""
-
     def check_whole(self) -> None:
         """Check that every token of the prompt can be stored.
 
@@ -295,10 +291,6 @@ class RequestBlocks:
     @property
     def lease(self) -> Lease:
         return self._request.lease
-
-    @property
-    def were_deleted(self) -> bool:
-        return self._tiers.index.spaces.is_retired(self._request.lease.node)
 
     def check_whole(self) -> None:
         self._request.check_running()
@@ -517,7 +509,8 @@ class Handoff:
 
     def _generation_of(self, blocks: PromptBlocks) -> int:
         """Return the present generation of storage; raise if the blocks are of an earlier one."""
-        if blocks.were_deleted:
+        lease = blocks.lease
+        if lease is not None and self._tiers.index.spaces.is_retired(lease.node):
             raise StoreRefusedError(
                 "the stored values were deleted while the prompt was computed: compute it again"
             )
