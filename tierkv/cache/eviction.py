@@ -1,7 +1,7 @@
-"""The order of eviction: leaves of the radix tree before their parents, leaves by a policy.
+"""The order of eviction: leaves of the radix tree before their parents, and leaves by a policy.
 
-The write rules of the tiers are here too: they say whether a block is copied to the tier below
-early, when it is evicted, or never.
+This module also has the write rules, which say when a block is copied to the tier below: early, at
+its eviction, or never.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class WriteRule:
             raise ConfigError(f"after_hits must be at least 1, not {self.after_hits}")
 
     def writes_now(self, hits: int) -> bool:
-        """Return whether a block with `hits` matches is to be copied before its eviction."""
+        """Return whether to copy a block with `hits` matches now, before it is evicted."""
         if self.policy is WritePolicy.SELECTIVE:
             return hits >= self.after_hits
         return self.policy is WritePolicy.WRITE_THROUGH
 
     @property
     def writes_early(self) -> bool:
-        """True if some blocks are copied before they are evicted."""
+        """True if the rule can copy blocks before they are evicted."""
         return self.policy in (WritePolicy.WRITE_THROUGH, WritePolicy.SELECTIVE)
 
     @property
@@ -65,7 +65,7 @@ class WriteRule:
 
 
 class Victim(NamedTuple):
-    """Copies of blocks [start, stop) of one node that are to be evicted from a tier.
+    """Blocks [start, stop) of one node that are to be evicted from a tier.
 
     Attributes:
         node: a node without leases.
@@ -79,20 +79,20 @@ class Victim(NamedTuple):
 
 
 class EvictionOrder:
-    """The order in which one tier's blocks are evicted.
+    """A queue of the nodes whose blocks can be evicted from one tier.
 
-    Candidates are nodes without leases and without a child that has a copy on this tier. The queue
-    is lazy: `offer` adds an entry whenever a node may have become a candidate, and outdated entries
-    are skipped later. Entries that come in the order of their rank, nearly all under LRU, are in
-    `_line`, O(1) each; other entries are in `_heap`, O(log n). No call scans the tree.
+    A node is a candidate if it has blocks on the tier, no lease, and no child with blocks on the
+    tier. `offer` adds an entry whenever a node may have become a candidate; entries that are no
+    longer true are skipped later. No call visits the whole tree.
 
     Args:
-        tier: the tier: device or host.
+        tier: device or host.
         policy: ranks the candidates; None for LRU.
 
     Attributes:
-        num_unheld: number of copies in nodes without leases; all of them can be evicted.
-        memory: the policy, if it keeps a history of its own (see `EvictionPolicy`); else None.
+        num_unheld: number of blocks on the tier in nodes without leases. All of them can be
+            evicted.
+        memory: the policy, if it records evictions (see `EvictionPolicy.has_memory`); else None.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy | None = None) -> None:
@@ -118,12 +118,12 @@ class EvictionOrder:
         return not (node.holders or children or copies is None or not copies.num_present)
 
     def rank(self, node: TreeNode) -> int:
-        """Return the node's rank by the policy, raised by SOFT_PIN for a softly pinned node."""
+        """Return the policy's rank of the node, plus SOFT_PIN if the node has a soft pin."""
         rank = self.policy.rank(node)
         return rank + SOFT_PIN if node.soft_pins else rank
 
     def offer(self, node: TreeNode) -> None:
-        """Queue `node` if it is a candidate; called after each change that may have made it one."""
+        """Queue `node` if it is a candidate; call this after each change that can make it one."""
         if self.is_candidate(node):
             self.queue(node)
 
@@ -155,7 +155,7 @@ class EvictionOrder:
             self._drop_stale()
 
     def _drop_stale(self) -> None:
-        """Remove outdated entries, and set the number of entries at which to do it again."""
+        """Remove outdated entries, and set the number of entries at which to do so again."""
         self._line = deque(sorted(self._newest.values()))
         self._heap = []
         self._max_queued = 2 * len(self._line) + _FEW_ENTRIES
@@ -166,7 +166,7 @@ class EvictionOrder:
             self._push(node)
 
     def resized(self, capacity: int) -> None:
-        """Adapt the policy to a new capacity of the tier or quota, in blocks."""
+        """Adapt the policy to a new capacity of the tier, or to a new quota, in blocks."""
         for node in self.policy.resized(capacity):
             self._push_again(node)
 
@@ -179,18 +179,18 @@ class EvictionOrder:
             self.memory.forget(node)
 
     def leaf_to_go(self, max_blocks: int, rule: WriteRule) -> Segment | None:
-        """Return the next blocks to evict, if nothing must be copied first; a fast path.
+        """Return the next blocks to evict, if they can be evicted at once; a fast path.
 
-        The blocks are the last ones of a leaf without copies on the other tier. The rule must copy
-        nothing at eviction, and the policy must keep no history.
+        These are the last blocks of a leaf. The node must have no block on the other tier, `rule`
+        must copy no block at its eviction, and the policy must not record evictions.
 
         Args:
-            max_blocks: upper limit of the number of blocks, at least 1.
+            max_blocks: largest number of blocks to return, at least 1.
             rule: the rule for copies to the tier below.
 
         Returns:
-            The blocks, as a node and a range within it; None if nothing can be evicted, or only by
-                `planner.plan_eviction`.
+            The leaf, the index of the first block within it, and the index after the last block.
+                None if no block can be evicted, or if it needs `planner.plan_eviction`.
         """
         if rule.policy is WritePolicy.WRITE_BACK or self.memory is not None:
             return None
@@ -205,9 +205,9 @@ class EvictionOrder:
         return node, stop - max_blocks if max_blocks < stop else 0, stop
 
     def victims(self, count: int) -> list[Victim]:
-        """Return the next `count` copies to evict, the last blocks of the first leaf first.
+        """Return the next `count` blocks to evict: first the last blocks of the first candidate.
 
-        The call changes nothing. The result has fewer copies if no more can be evicted.
+        The call evicts nothing. The result has fewer blocks if no more can be evicted.
         """
         victims: list[Victim] = []
         tier = self.tier
@@ -251,7 +251,7 @@ class EvictionOrder:
     def _first(self, virtual: list[Entry]) -> Entry | None:
         """Return the entry to evict next, from the queue or from `virtual`.
 
-        `virtual` has the nodes that become candidates by the evictions chosen so far.
+        `virtual` has the nodes that become candidates by the evictions that are chosen already.
         """
         entry = self._top()
         if virtual and (entry is None or virtual[0] < entry):
@@ -259,7 +259,7 @@ class EvictionOrder:
         return entry
 
     def _top(self) -> Entry | None:
-        """Return the first entry of the queue that is not outdated."""
+        """Return the first entry of the queue that is not outdated; None if there is none."""
         line, heap, newest = self._line, self._heap, self._newest
         while line or heap:
             entry = line[0] if line else heap[0]
@@ -285,7 +285,10 @@ class EvictionOrder:
         return heapq.heappop(self._heap)
 
     def findings(self, nodes: list[TreeNode]) -> list[str]:
-        """Return violated invariants, one sentence each; `nodes` are all nodes of the tree."""
+        """Return violated invariants, one sentence each.
+
+        `nodes` are the nodes that the queue is for.
+        """
         wrong = []
         unheld = sum(n.copies[self.tier].num_present for n in nodes if n.holders == 0)
         if unheld != self.num_unheld:
@@ -311,13 +314,13 @@ class EvictionOrder:
 
 
 class EvictionPolicy:
-    """The order in which leaves are evicted. Under every policy, parents follow their children.
+    """A rule that ranks leaves: the leaf with the lowest rank is evicted first.
 
-    The leaf with the lowest rank, an integer, is evicted first.
+    Under every policy, a parent is evicted after its children.
 
     Attributes:
-        has_memory: True if the policy keeps a history of its own: then `spares`, `queued`,
-            `evicted` and `forget` are called.
+        has_memory: True if the policy records evictions; only then are `spares`, `queued`,
+            `evicted` and `forget` called.
     """
 
     has_memory = False
@@ -329,7 +332,7 @@ class EvictionPolicy:
             The rank, at least 0 and below SOFT_PIN.
 
         Raises:
-            NotImplementedError: the subclass defines no rank.
+            NotImplementedError: the subclass does not define this method.
         """
         raise NotImplementedError
 
@@ -344,29 +347,32 @@ class EvictionPolicy:
         return False
 
     def queued(self, node: TreeNode) -> list[TreeNode]:  # noqa: ARG002
-        """Record that `node` can be evicted; return the nodes with a changed rank."""
+        """Record that `node` can be evicted now.
+
+        Return other nodes whose rank has changed by that.
+        """
         return []
 
     def evicted(self, node: TreeNode) -> None:
         """Record that blocks of `node` were evicted."""
 
     def forget(self, node: TreeNode) -> None:
-        """Forget a node that has left the tree."""
+        """Delete what is recorded about a node that has left the tree."""
 
     def resized(self, capacity: int) -> list[TreeNode]:  # noqa: ARG002
-        """Adapt to a tier of `capacity` blocks; return the nodes with a changed rank."""
+        """Adapt to a tier of `capacity` blocks; return the nodes whose rank has changed by that."""
         return []
 
 
 class Lru(EvictionPolicy):
-    """Policy: the least recently used leaf first."""
+    """Eviction policy that evicts the least recently used leaf first."""
 
     def rank(self, node: TreeNode) -> int:
         return node.last_used
 
 
 class Lfu(EvictionPolicy):
-    """Policy: the least often matched leaf first; with equal matches, the least recently used."""
+    """Eviction policy: the leaf with the fewest matches first, then the least recently used."""
 
     def rank(self, node: TreeNode) -> int:
         return (node.hits << _AGE_BITS) + node.last_used
@@ -423,9 +429,9 @@ class S3Fifo(EvictionPolicy):
         return self._overflow()
 
     def _overflow(self) -> list[TreeNode]:
-        """Move the oldest nodes out of the small queue until the rest is within its share.
+        """Move the oldest nodes out of the small queue until it has at most `max_small` blocks.
 
-        Returns the moved nodes, which are evicted before all others.
+        Return the moved nodes; they are evicted before all others.
         """
         fallen = []
         while self._small_blocks > self.max_small and len(self._small) > 1:
@@ -436,9 +442,10 @@ class S3Fifo(EvictionPolicy):
         return fallen
 
     def spares(self, node: TreeNode) -> bool:
-        """Move the next node to the end of the main queue if it was matched since it was queued.
+        """Move the node to the end of the main queue if it was matched while it was queued.
 
-        Returns True if it was moved.
+        Returns:
+            True if the node was moved.
         """
         place = self._places.get(node.uid)
         if place is None or node.hits <= place.seen_hits:
@@ -485,7 +492,7 @@ class _Place:
 
 
 def _ghost(node: TreeNode) -> int:
-    """Return a hash of a node's position and key, by which it is recognized after eviction."""
+    """Return a hash by which a node is recognized if its blocks are cached again after eviction."""
     return hash((node.space.name, node.start, node.key))
 
 
@@ -502,10 +509,10 @@ EvictionKinds = tuple[EvictionKind, EvictionKind]
 
 
 def make_policy(kind: EvictionKind, capacity: int) -> EvictionPolicy:
-    """Return the eviction policy for a tier, or for a tenant's quota of the tier.
+    """Return a new eviction policy for a tier, or for a tenant's quota on a tier.
 
     Args:
-        kind: the policy's kind.
+        kind: the kind of policy.
         capacity: number of blocks of the tier or quota.
     """
     match kind:

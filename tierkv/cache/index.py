@@ -263,7 +263,7 @@ class Tree:
     # Holders
 
     def hold(self, node: TreeNode) -> None:
-        """Add a lease that ends at `node`: no block on the path to it is evicted until `unhold`."""
+        """Add a lease that ends at `node`; no block on its path is evicted until `unhold`."""
         device = host = 0
         while True:
             before, parent = node.holders, node.parent
@@ -364,7 +364,7 @@ class Tree:
         prompt: Prompt,
         stop: int,
         slots: Ids,
-        held: TreeNode,
+        lease_node: TreeNode,
     ) -> TreeNode:
         """Add blocks [pos, stop) of a prompt after block `pos` - 1 of the path to `node`.
 
@@ -375,7 +375,7 @@ class Tree:
             prompt: the prompt.
             stop: index after the last new block.
             slots: slots of the new blocks on `tier`, int32 [stop - pos].
-            held: the tree node at which the caller's lease ends.
+            lease_node: the tree node at which the caller's lease ends.
 
         Returns:
             The node in which the new blocks end. A newly made node already counts the caller's
@@ -383,7 +383,7 @@ class Tree:
         """
         if pos < node.end:
             node = self.split(node, pos - node.start)
-        elif not node.children and self._grows_in_place(node, stop - pos, held):
+        elif not node.children and self._grows_in_place(node, stop - pos, lease_node):
             before, packed = node.num_present(tier), node.packed
             node.append(tier, slots)
             node.put_tokens(
@@ -406,10 +406,10 @@ class Tree:
         node.count_present(tier, 1)
         return child
 
-    def _grows_in_place(self, node: TreeNode, num_blocks: int, held: TreeNode) -> bool:
+    def _grows_in_place(self, node: TreeNode, num_blocks: int, lease_node: TreeNode) -> bool:
         """Return whether to append blocks to `node` instead of adding a child."""
         return (
-            node.holders == int(node is held)
+            node.holders == int(node is lease_node)
             and not node.hits
             and not node.soft_pins
             and node.parent is not None
@@ -725,9 +725,9 @@ def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
 
 
 def _partial(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> PartialMatch | None:
-    """Return the cached block that shares the most tokens with the prompt's block `pos`; or None.
+    """Return the cached block with the most leading tokens of the prompt's block `pos`; or None.
 
-    The path to `node` has the blocks before `pos`; `stop` tokens of the prompt may be matched.
+    The path to `node` has the blocks before `pos`; only tokens before index `stop` may be matched.
     """
     rest = prompt.tokens[pos * prompt.block_size * TOKEN_BYTES : stop * TOKEN_BYTES]
     extra = prompt.extras.get(pos, b"")
@@ -893,14 +893,15 @@ class Index:
         return found
 
     def known_digests(self, node: TreeNode, stop: int) -> list[bytes]:
-        """Return the keys of the path's first blocks that were computed before.
+        """Return those keys of a path's first blocks that were computed before.
 
         Args:
             node: the tree node at the end of the path.
-            stop: index after the last block.
+            stop: index of the block to stop before.
 
         Returns:
-            The digests, 32 bytes each, without a gap; at most `stop`.
+            The keys from block 0 up to the first block without a computed key, or up to `stop`; 32
+                bytes each.
         """
         found: list[bytes] = []
         for part, _, last in segments(node, 0, stop):
@@ -1047,27 +1048,26 @@ class Index:
     # Growing
 
     def insert(
-        self, tier: Tier, at: Lease, prompt: Prompt, stop: int, slots: Ids
+        self, tier: Tier, lease: Lease, prompt: Prompt, stop: int, slots: Ids
     ) -> tuple[int, ...]:
-        """Add blocks [at.num_blocks, stop) of a prompt, and extend the lease `at` to cover them.
+        """Add blocks [lease.num_blocks, stop) of a prompt, and extend the lease to cover them.
 
-        The index takes the slots over, except for blocks that already have a slot on `tier`. If one
-        of the blocks is being loaded to the device, that block and all later ones are not added,
-        and the lease ends before it.
+        The index becomes the owner of the slots, except for blocks that already have a slot on
+        `tier`. If one of the blocks is being loaded to the device, that block and all later ones
+        are not added, and the lease ends before it.
 
         Args:
             tier: the tier of `slots`.
-            at: a lease of the prompt's blocks before the new ones.
+            lease: a lease of the prompt's blocks before the new ones.
             prompt: the prompt.
             stop: index after the last block to add.
-            slots: slots with all bytes of the blocks, int32 [stop - at.num_blocks].
+            slots: slots with all bytes of the blocks, int32 [stop - lease.num_blocks].
 
         Returns:
-            Positions in `slots` of the slots that the index has not taken over; the caller still
-                owns them.
+            Positions in `slots` of the slots that the caller still owns.
         """
-        assert not at.is_released, "a lease is extended while it holds"
-        first, node = at.num_blocks, at.node
+        assert not lease.is_released, "a lease is extended while it holds"
+        first, node = lease.num_blocks, lease.node
         while node.parent is not None and node.start >= first:
             node = node.parent
         node, pos = descend(node, first, prompt, stop)
@@ -1080,10 +1080,10 @@ class Index:
         if pos < stop:
             below = node
             new = slots[pos - first :] if pos > first else slots
-            node = self._tree.grow(tier, node, pos, prompt, stop, new, at.node)
-            self._move(at, node, is_new=node is not below)
+            node = self._tree.grow(tier, node, pos, prompt, stop, new, lease.node)
+            self._move(lease, node, is_new=node is not below)
         else:
-            self._move(at, self._ending_at(node, stop))
+            self._move(lease, self._ending_at(node, stop))
         return refused
 
     def _fill_in(
@@ -1111,13 +1111,13 @@ class Index:
         return pos, tuple(refused)
 
     def insert_tail(
-        self, tier: Tier, at: Lease, prompt: Prompt, slot: int
+        self, tier: Tier, lease: Lease, prompt: Prompt, slot: int
     ) -> tuple[TreeNode, bool]:
         """Add the tail (partial last block) of `prompt` after the prompt's full blocks.
 
         Args:
             tier: the tier of `slot`.
-            at: a lease of all full blocks of the prompt.
+            lease: a lease of all full blocks of the prompt.
             prompt: the prompt; it must have a tail.
             slot: the slot with the tail's bytes.
 
@@ -1125,10 +1125,10 @@ class Index:
             The tail's node; and True if the index owns `slot` now, False if the tail already had a
                 slot on `tier`, so that the caller still owns `slot`.
         """
-        assert at.num_blocks == prompt.num_blocks, "a tail hangs under its parent block"
+        assert lease.num_blocks == prompt.num_blocks, "a tail hangs under its parent block"
         assert prompt.tail_tokens, "the prompt has no tail"
-        node = self._ending_at(at.node, at.num_blocks)
-        tail = node.child_with(prompt.block(at.num_blocks), prompt.extra(at.num_blocks))
+        node = self._ending_at(lease.node, lease.num_blocks)
+        tail = node.child_with(prompt.block(lease.num_blocks), prompt.extra(lease.num_blocks))
         if tail is None:
             tail = self._tree.new_node(node, prompt, TierCopies(1))
             self._use(tail)
@@ -1179,7 +1179,7 @@ class Index:
     def mark_stored(self, node: TreeNode, start: int, stop: int) -> None:
         """Record that blocks [start, stop) of a path were written to storage.
 
-        The mark avoids a second write. It is never used for a match, since storage may lose values.
+        The mark avoids a second write. Matches ignore it, since storage may delete values.
 
         Args:
             node: the tree node at the end of the path.
