@@ -109,7 +109,7 @@ class EvictionOrder:
         self.memory = self.policy if self.policy.has_memory else None
 
     def is_candidate(self, node: TreeNode) -> bool:
-        """Return whether the node's last blocks could be evicted next."""
+        """Return whether the node's last blocks can be evicted before those of any other node."""
         if self.tier is HOST:
             copies, children = node.host, node.children_on_host
         else:
@@ -337,12 +337,12 @@ class EvictionPolicy:
         raise NotImplementedError
 
     def spares(self, node: TreeNode) -> bool:  # noqa: ARG002
-        """Give the node that would be evicted next another rank, if the policy wants to keep it.
+        """Give the node that would be evicted next a higher rank, if the policy wants to keep it.
 
         A second call for the same node returns False, unless the node was matched in between.
 
         Returns:
-            True if the rank has changed. Another node may then be next.
+            True if the rank has changed, so that another node may be the next.
         """
         return False
 
@@ -379,14 +379,14 @@ class Lfu(EvictionPolicy):
 
 
 class S3Fifo(EvictionPolicy):
-    """Policy S3-FIFO (Yang et al., 2023): a small queue, a main queue, and a history of evictions.
+    """Eviction policy S3-FIFO (Yang et al., 2023), with a small queue and a main queue of nodes.
 
-    The queues hold nodes of the tree. A new node enters the small queue; a node that was matched
-    before, or evicted recently, enters the main queue. When a node is the next to be evicted and
-    was matched since it was queued, it moves to the end of the main queue instead.
+    A new node enters the small queue. A node that was matched before, or evicted recently, enters
+    the main queue. A node that was matched while it was queued moves to the end of the main queue
+    instead of being evicted.
 
     Args:
-        capacity: blocks of the tier.
+        capacity: number of blocks of the tier.
 
     Attributes:
         max_small: largest number of blocks in the small queue.

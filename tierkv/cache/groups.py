@@ -1,12 +1,12 @@
-"""KV cache groups: an engine's layers by layout and by the blocks that they need.
+"""Cache groups: an engine's layers, grouped by layout and by the blocks that they need.
 
-All layers of a group share a layout, a block size, and one of these rules for the blocks that a
-prefix of a prompt needs:
+All layers of a cache group share a layout, a block size, and a rule that says which blocks a prefix
+of a prompt needs:
 
-full attention     every block of the prefix, the last one perhaps in part
-sliding window     only the blocks that hold the last tokens of the prefix
-state              one block, the state at exactly the end of the prefix, which is a multiple of
-                   the block size, or the end of the prompt that was saved
+full attention     every block of the prefix; the last one may be partial
+sliding window     only the blocks with the last tokens of the prefix
+state              one block: the state at exactly the end of the prefix. A prefix can end at a
+multiple of the block size, or where a saved prompt ended
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NO_BLOCK: Final = -1  # in a list of an engine's blocks, for a position without 
 class GroupKind(Enum):
     """The rule that says which blocks a cache group needs for a prefix of a prompt.
 
-    The member's text is part of every key of an engine, unless FULL is its only group (see
-    `embed.host_side.whole_fingerprint`). Code with a case for each kind: `CacheGroup` and
-    `main_group` here, `embed/group_tier.py`, `embed/host_side.py`, `embed/engine_cache.py`,
-    `adapters/vllm_connector.py`, and `_KIND` in `service/kv_events.py`, by the member's name.
+    The value of a member is part of the keys of an engine's blocks, unless the engine's only group
+    is FULL (see `embed.host_side.whole_fingerprint`). A new member needs code in `CacheGroup`,
+    `main_group`, `embed/group_tier.py`, `embed/host_side.py`, `embed/engine_cache.py`,
+    `adapters/vllm_connector.py`, and in `_KIND` of `service/kv_events.py`.
     """
 
     FULL = "full attention"
@@ -40,7 +40,7 @@ class GroupKind(Enum):
 
 
 class TokensAt(Protocol):
-    """A function from a block's position to the number of its first tokens that are cached."""
+    """For each block position, the number of the block's first tokens that are cached."""
 
     def __len__(self) -> int: ...
 
@@ -49,15 +49,18 @@ class TokensAt(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One KV cache group: layers of an engine with a common layout and rule of needed blocks.
+    """Layers of an engine with a common layout and a common rule of needed blocks.
 
     Attributes:
-        layout: layout of a block, block size included. The block size of a recurrent layer's state
-            is the number of tokens between two saved states.
+        layout: layout of a block. For a recurrent layer, a block is one saved state, and the block
+            size is the number of tokens between two saved states.
         kind: the rule of needed blocks.
-        window: number of last tokens that are needed; only for a sliding window.
+        window: number of last tokens that a sliding window needs; 0 for other kinds.
         share: share of the host memory, between 0 and 1. None for a share by bytes per token, with
-            which every group holds equally many tokens.
+            which all groups have room for equally many tokens.
+
+    Raises:
+        ConfigError: `window` does not fit `kind`, or `share` is out of range.
     """
 
     layout: Layout
@@ -86,11 +89,12 @@ class CacheGroup:
         return self.layout.block_size
 
     def needed(self, num_tokens: int, have_tokens: int = 0) -> range:
-        """Return the positions of the blocks that the first `num_tokens` tokens need.
+        """Return the positions of the blocks that a prefix of a prompt needs.
 
         Args:
-            num_tokens: number of first tokens that the engine wants to use.
-            have_tokens: number of first tokens whose blocks the engine has already.
+            num_tokens: number of tokens of the prefix.
+            have_tokens: number of first tokens whose blocks the engine has already, which are then
+                left out.
         """
         size = self.layout.block_size
         stop = -(-num_tokens // size)
@@ -105,16 +109,17 @@ class CacheGroup:
 
     @property
     def has_prefixes(self) -> bool:
-        """True if a block also serves prompts that share only its first tokens."""
+        """True if a block can be reused for a prompt that shares only the block's first tokens."""
         return self.kind is not GroupKind.STATE and self.layout.has_prefixes
 
     def longest(self, limit: int, valid: TokensAt) -> int:
-        """Return the length of the longest prefix whose needed blocks are cached, in tokens.
+        """Return the number of tokens of the longest prefix whose needed blocks are cached.
 
         Args:
-            limit: largest length.
+            limit: largest number of tokens.
             valid: for each block position, the number of the block's first tokens that are cached;
-                for a state, the number of tokens between the block's start and the state.
+                for a recurrent state, the number of tokens from the start of its block to the
+                state.
         """
         size = self.layout.block_size
         length = min(limit, len(valid) * size)
@@ -136,11 +141,11 @@ class CacheGroup:
 
 
 def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) -> int:
-    """Return the length of the longest prefix for which every group has all needed blocks.
+    """Return the number of tokens of the longest prefix that every group has all needed blocks for.
 
     Args:
-        groups: each group, with its cached tokens by block position.
-        limit: largest length, in tokens.
+        groups: each cache group, and for each of its block positions the number of cached tokens.
+        limit: largest number of tokens.
     """
     length, before = limit, -1
     while length != before:
@@ -151,16 +156,16 @@ def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) ->
 
 
 def as_groups(groups: Sequence[CacheGroup | Layout]) -> tuple[CacheGroup, ...]:
-    """Return `groups` with each bare layout replaced by a group of full attention.
+    """Return cache groups; a layout in `groups` becomes a group of full attention.
 
     Args:
-        groups: groups or layouts, at least one.
+        groups: cache groups or layouts, at least one.
 
     Returns:
-        The groups, in the same order.
+        The cache groups, in the same order.
 
     Raises:
-        ConfigError: there is no group.
+        ConfigError: `groups` is empty.
     """
     if not groups:
         raise ConfigError("an engine needs at least one group of layers")
@@ -168,28 +173,29 @@ def as_groups(groups: Sequence[CacheGroup | Layout]) -> tuple[CacheGroup, ...]:
 
 
 def main_group(groups: Sequence[CacheGroup]) -> int:
-    """Return the number of the group whose blocks are in the index (the radix tree).
+    """Return the number of the cache group whose blocks are in the index (the radix tree).
 
-    It is the first group of full attention, or the first group if there is none.
+    This is the first group of full attention; the first group if none has full attention.
     """
     kinds = [group.kind for group in groups]
     return kinds.index(GroupKind.FULL) if GroupKind.FULL in kinds else 0
 
 
 def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
-    """Divide host memory into slots of each group.
+    """Divide host memory into slots for each cache group.
 
-    Groups with a share get that share; the other groups divide the rest by bytes per token.
+    A group with a `share` gets that share; the other groups divide the rest in proportion to their
+    bytes per token.
 
     Args:
-        groups: the engine's groups.
+        groups: the engine's cache groups.
         num_bytes: bytes of host memory for all groups together.
 
     Returns:
         The number of slots of each group.
 
     Raises:
-        ConfigError: the shares leave nothing for a group.
+        ConfigError: the shares add up to too much.
     """
     said = sum(group.share or 0.0 for group in groups)
     others = [group for group in groups if group.share is None]
@@ -214,19 +220,19 @@ def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class FlatBlock:
-    """A cached block outside the radix tree, of one KV cache group.
+    """A cached block on the host that is not in the radix tree, of one cache group.
 
     Attributes:
-        key: key of the block in storage.
-        parent: digest of the block before it.
-        tokens: its tokens, int32 as bytes.
-        extra: digest of media that overlap the block; b"" for none.
+        key: key of the block.
+        parent: key of the block before it, or the root.
+        tokens: packed tokens of the block.
+        extra: extra keys (identity of media) of the block; b"" for none.
         position: index of the block in its prompt.
-        slot: the host slot with its bytes.
-        holders: number of `hold` calls without a `release`; while above 0, the block is not
+        slot: the host slot with the block's bytes.
+        holders: number of `hold` calls that `release` has not ended. Above 0, the block is not
             evicted.
-        hits: number of times that the block was found.
-        is_stored: True if the block was given to storage.
+        hits: number of lookups that found the block.
+        is_stored: True if the block was passed to storage.
     """
 
     key: StoredKey
@@ -241,11 +247,12 @@ class FlatBlock:
 
 
 class FlatBlocks:
-    """The cached host blocks of one group outside the radix tree, by key.
+    """The cached host blocks of a cache group that is not in the radix tree, by key.
 
-    The radix tree has only unbroken runs from the start of a prompt; an engine saves only some
-    blocks of sliding windows and states. Blocks without a holder are evicted in the order of their
-    last use. Each slot is free, allocated to a caller, or a block's.
+    The radix tree has only unbroken sequences of blocks from the start of a prompt, but an engine
+    saves only some of the blocks of sliding windows and states. A block that `hold` does not
+    protect can be evicted; the least recently used one is first. Each slot is free, allocated to a
+    caller, or a block's.
 
     Args:
         name: name of the tier in error messages.
@@ -278,12 +285,12 @@ class FlatBlocks:
         return self._blocks.get(digest)
 
     def best(self, parent: bytes, tokens: bytes, extra: bytes) -> tuple[FlatBlock | None, int]:
-        """Return the block after `parent` that shares the most leading tokens.
+        """Return the block after `parent` that shares the most leading tokens with `tokens`.
 
         Args:
-            parent: digest of the parent block.
-            tokens: tokens after the parent, int32 as bytes.
-            extra: digest of the media that overlap the block; b"" for none.
+            parent: key of the block before, or the root.
+            tokens: packed tokens after the parent.
+            extra: extra keys (identity of media) of the block; b"" for none.
 
         Returns:
             The block and the number of shared tokens; None and 0 if no block shares any.
@@ -301,9 +308,9 @@ class FlatBlocks:
             self._unheld.pop(block.key.digest, None)
 
     def release(self, blocks: Sequence[FlatBlock]) -> None:
-        """End a `hold` of the blocks, which counts as a use.
+        """End one `hold` of each block, which counts as a use.
 
-        If `blocks` is in the order of a prompt, its last block will be evicted first.
+        Blocks must be in the order of their prompt, so that the last ones are evicted first.
         """
         for block in reversed(blocks):
             block.holders -= 1
@@ -315,13 +322,17 @@ class FlatBlocks:
                 self._unheld[block.key.digest] = block
 
     def use(self, digests: Sequence[bytes]) -> None:
-        """Mark those of these blocks that are cached as used now; the last one is evicted first."""
+        """Mark the cached ones of these blocks as used now; the last one will be evicted first."""
         for digest in reversed(digests):
             if digest in self._unheld:
                 self._unheld.move_to_end(digest)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate up to `count` slots, evicting blocks without a holder."""
+        """Allocate `count` slots, or as many as possible; evict blocks that are not held.
+
+        Returns:
+            The slots; `put` passes one to a block, `give` frees them.
+        """
         count = min(count, self._pool.num_free + len(self._unheld))
         while self._pool.num_free < count:
             self._evict(next(iter(self._unheld.values())))
@@ -330,15 +341,15 @@ class FlatBlocks:
         return slots
 
     def give(self, slots: Sequence[int]) -> None:
-        """Free slots that `allocate` allocated."""
+        """Free slots that `allocate` has returned."""
         self._allocated.difference_update(slots)
         self._pool.release(slots)
 
     def put(self, block: FlatBlock) -> bool:
-        """Add a block; its slot, from `allocate`, becomes the block's.
+        """Add a block, which becomes the owner of its slot; `allocate` must have returned the slot.
 
         Returns:
-            False if the block is cached already; the slot then stays the caller's.
+            False if a block with this key is cached already; the caller then still owns the slot.
         """
         digest = block.key.digest
         if digest in self._blocks:
@@ -349,13 +360,16 @@ class FlatBlocks:
         return True
 
     def forget(self) -> int:
-        """Evict all blocks without a holder; return the number of blocks that are left."""
+        """Evict all blocks that are not held; return the number of the others."""
         for block in list(self._unheld.values()):
             self._evict(block)
         return len(self._blocks) + len(self._retired)
 
     def retire(self) -> None:
-        """Exclude all blocks from lookups; blocks with a holder stay until they are released."""
+        """Exclude all blocks from lookups, and evict them.
+
+        Held blocks are freed when they are released.
+        """
         self.forget()
         for block in list(self._blocks.values()):
             self._unlist(block)

@@ -1,4 +1,4 @@
-"""A bounded history of the events by which blocks left the cache, to explain misses."""
+"""A bounded record of events by which blocks left the cache, to explain later misses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierkv.cache.node import HOST, Tier, TreeNode
 
 
 class MissCause(Enum):
-    """The event that made a block unavailable."""
+    """The kind of event that made a block unavailable."""
 
     EVICTED = "evicted"
     DAMAGED = "checksum failed"
@@ -27,13 +27,13 @@ class MissCause(Enum):
 
 
 class HistoryEvent(msgspec.Struct, frozen=True, gc=False):
-    """An event by which a block left the cache, or did not reach it.
+    """An event by which a block left the cache, or did not get into it.
 
     Attributes:
         fate: the kind of event.
         tier: "device", "host" or "storage".
         at: time of the event, in seconds on the caller's clock.
-        detail: more about the event, in words; "" for none.
+        detail: more about the event, in words; "" for nothing more.
     """
 
     fate: MissCause
@@ -53,15 +53,16 @@ _NO_EXTRAS: Mapping[int, bytes] = {}
 
 
 class _Run(msgspec.Struct, frozen=True, gc=False):
-    """The tokens of the consecutive blocks that an event is about.
+    """The tokens of consecutive blocks that one event is about.
 
     Attributes:
         event: the event.
-        packed: bytes whose part [start, stop) holds the tokens; shared with the node of the index.
-        start: first byte of the tokens.
-        stop: byte after the tokens.
-        extras: digests of media by number of the block.
-        longer: runs that begin with the same block and have later ones, the newest first.
+        packed: packed tokens; those of the blocks are at bytes [start, stop). Shared with the
+            index.
+        start: offset of the first token, in bytes.
+        stop: offset after the last token, in bytes.
+        extras: extra keys (identity of media) by block index.
+        longer: further runs that begin with the same block and have more blocks, newest first.
     """
 
     event: HistoryEvent
@@ -86,13 +87,13 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
 
 
 class History:
-    """The newest events, at most `capacity`, and the tokens of the newest evicted blocks.
+    """The newest events about blocks, and the tokens of the newest evicted blocks.
 
-    An event takes about 240 bytes. When the history is full, the older half is dropped.
+    An event needs about 240 bytes. A full history drops its older half.
 
     Args:
         capacity: largest number of events.
-        capacity_bytes: largest number of bytes of tokens.
+        capacity_bytes: largest number of bytes for tokens.
     """
 
     def __init__(self, capacity: int = 32_768, capacity_bytes: int = 4 << 20) -> None:
@@ -106,18 +107,18 @@ class History:
         self._packed = b""  # the tokens of the newest run
 
     def __len__(self) -> int:
-        """Return the number of blocks with a recorded eviction or loss."""
+        """Return the number of blocks with a recorded event."""
         return len(self._events.keys() | self._older_events.keys())
 
     def evicted(self, node: TreeNode, first: int, stop: int, tier: Tier, at_s: float) -> None:
-        """Record that blocks [first, stop) of a node are about to leave `tier`.
+        """Record that blocks [first, stop) of a node are about to be evicted from `tier`.
 
         Args:
-            node: the node, which still has the blocks.
+            node: the tree node that still has the blocks.
             first: index of the first block within the node.
             stop: index after the last block within the node.
             tier: the tier.
-            at_s: seconds on the caller's clock.
+            at_s: time of the event, in seconds on the caller's clock.
         """
         width = node.token_bytes // node.num_blocks
         name = "host" if tier is HOST else "device"
@@ -131,17 +132,17 @@ class History:
             self._keep_run(key, run)
 
     def record(self, prompt: Prompt, block: int, event: HistoryEvent) -> None:
-        """Record an event of one block.
+        """Record an event about one block.
 
         Args:
-            prompt: the prompt.
+            prompt: the prompt that has the block.
             block: index of the block in the prompt.
             event: the event.
         """
         self._keep(self._key(prompt, block), event)
 
     def find(self, prompt: Prompt, block: int) -> HistoryEvent | None:
-        """Return the last event of a block of `prompt`.
+        """Return the newest event about a block of a prompt.
 
         Args:
             prompt: the prompt.
@@ -161,15 +162,17 @@ class History:
         return newest
 
     def newest(self, prompt: Prompt, block: int) -> HistoryEvent | None:
-        """Return the last event about blocks that begin with this one; costs one hash.
+        """Return the newest event about blocks of which the given one is the first.
+
+        Computes one hash.
 
         Args:
             prompt: the prompt.
             block: index of the block in the prompt.
 
         Returns:
-            The event; None if there is none. `find` also searches events whose blocks begin
-                earlier.
+            The event; None if there is none. Unlike `find`, the call ignores events about several
+                blocks of which the given one is not the first.
         """
         if not self._events:
             return None

@@ -1,4 +1,4 @@
-"""Check of an index and its slot pools: recounts them and reports violated invariants."""
+"""Checks of an index and its pools of slots: counts everything anew and reports differences."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def findings(
 ) -> list[str]:
     """Return all violated invariants of `index` and `pools`.
 
-    The call walks the whole tree; it is for tests, shutdown, and an operator's request.
+    The call visits the whole tree. Use it in tests, at shutdown, or if an operator asks for it.
 
     Args:
         index: the index.
         pools: the pool of each tier.
-        owned_elsewhere: slots of each tier that requests and copies use outside the index.
+        owned_elsewhere: for each tier, the slots that belong to requests and copies instead of the
+            index.
 
     Returns:
         One sentence for each violation; [] if there is none.
@@ -199,7 +200,10 @@ def _bytes_that_share(node: TreeNode) -> int:
 
 
 def _digests_of(node: TreeNode) -> bytes:
-    """Compute a node's kept digests again; return b"" if its parent's last digest is unknown."""
+    """Compute the keys that a node has stored.
+
+    Return b"" if its parent's last key is not stored.
+    """
     parent = node.parent
     assert parent is not None, "the root is not listed"
     if parent.parent is None:
@@ -216,9 +220,10 @@ def _digests_of(node: TreeNode) -> bytes:
 
 
 def _residency_findings(node: TreeNode) -> list[str]:
-    """Return violations of two rules about the tiers of a node's blocks.
+    """Return violations of two rules about where blocks are.
 
-    A block without a lease is on some tier, and a block on the device has its whole path there.
+    A block without a lease must be on some tier. A block on the device must have all blocks before
+    it there.
     """
     wrong = []
     device, host = node.copies

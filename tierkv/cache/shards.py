@@ -4,10 +4,12 @@
     2 ranks            | 0 1 | 2 3 |        stored as ...:0of2 and ...:1of2
     4 ranks            | 0 | 1 | 2 | 3 |    stored as ...:0of4 to ...:3of4
 
-The names of all slices come from the fingerprint of the whole block's layout. A node with another
-number of ranks than the writer therefore finds the slices, and assembles its own from them. A plane
-that is not split by heads (MLA's latent, an indexer) is the same on every rank. With fewer heads
-than ranks, neighbouring ranks hold the same head.
+The names of all slices contain the fingerprint of the whole block's layout. A node with another
+number of ranks than the writer can therefore find the slices, and assemble its own slices from
+them.
+
+A plane that is not split by heads (MLA's latent, an indexer) is the same on every rank. If there
+are fewer heads than ranks, neighbouring ranks have the same head.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from tierkv.errors import LayoutError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """The slice of a block that rank `rank` of `size` ranks holds."""
+    """Rank `rank` of `size` ranks, which stands for the slice of each block that this rank has."""
 
     rank: int
     size: int
@@ -34,20 +36,20 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """The slice's field in stored names, such as "0of2"."""
+        """The last part of the names of stored slices, such as "0of2"."""
         return f"{self.rank}of{self.size}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A strided copy from one writer's payload to the reader's: `count` rows of `width` bytes.
+    """A strided copy from a stored slice to the slice of the reader: `count` rows of `width` bytes.
 
     Attributes:
-        shard: the writer.
-        source: offset of the first row in the writer's payload.
-        source_pitch: bytes from one row to the next there.
-        target: offset of the first row in the reader's payload.
-        target_pitch: bytes from one row to the next there.
+        shard: the rank that has written the stored slice.
+        source: offset of the first row in the stored slice, in bytes.
+        source_pitch: bytes from one row to the next in the stored slice.
+        target: offset of the first row in the reader's slice, in bytes.
+        target_pitch: bytes from one row to the next in the reader's slice.
         width: bytes of a row.
         count: number of rows.
     """
@@ -66,13 +68,13 @@ class ShardScheme:
     """The division of a block's heads over ranks.
 
     Args:
-        whole: the layout of an unsharded block.
-        heads: number of heads by role, for the roles that are split. Planes of other roles are
-            whole on every rank. The heads are consecutive in each token's bytes or, in a plane that
-            does not declare the place of each token, in the block's bytes.
+        whole: layout of a block with all heads.
+        heads: number of heads by the role of a plane, for roles that are split. Planes with other
+            roles are whole on every rank. The heads are consecutive in each token's bytes; in a
+            plane without `token_bytes`, in the block's bytes.
 
     Raises:
-        LayoutError: the bytes are not a whole number of equal heads.
+        LayoutError: the bytes of a plane are not a whole number of equal heads.
     """
 
     whole: Layout
@@ -91,7 +93,11 @@ class ShardScheme:
                 )
 
     def layout(self, shard: Shard) -> Layout:
-        """Return the layout of the slice of a block that one rank holds."""
+        """Return the layout of one rank's slice of a block.
+
+        Raises:
+            LayoutError: the heads cannot be divided over this number of ranks.
+        """
         planes = []
         for plane in self.whole.planes:
             start, stop = self._range(plane, shard)
@@ -107,28 +113,34 @@ class ShardScheme:
         return Layout(self.whole.block_size, tuple(planes))
 
     def sources(self, reader: Shard, writers: int) -> tuple[Shard, ...]:
-        """Return the fewest slices that together hold a reader's bytes.
+        """Return the fewest stored slices that together contain a reader's slice.
 
         Args:
-            reader: the reader's slice.
-            writers: number of ranks of the writer.
+            reader: the rank that reads.
+            writers: number of ranks that have written slices.
+
+        Raises:
+            LayoutError: the heads cannot be divided over one of the numbers of ranks.
         """
         return tuple(dict.fromkeys(piece.shard for piece in self.pieces(reader, writers)))
 
     def pieces(
         self, reader: Shard, writers: int, *, num_tokens: int | None = None
     ) -> tuple[Piece, ...]:
-        """Return the copies that build the reader's payload from the writers' payloads.
+        """Return the copies that build a reader's slice from stored slices.
 
-        Each byte of the reader's payload is written once.
+        Each byte is written once.
 
         Args:
-            reader: the slice to build.
-            writers: number of ranks that wrote.
-            num_tokens: number of tokens of the payload; None for a full block.
+            reader: the rank that reads.
+            writers: number of ranks that have written slices.
+            num_tokens: number of tokens of a partial block; None for a full block.
 
         Returns:
-            The copies, in the order of the reader's bytes.
+            The copies, in the order of the bytes that they write.
+
+        Raises:
+            LayoutError: the heads cannot be divided over one of the numbers of ranks.
         """
         tokens = self.whole.block_size if num_tokens is None else num_tokens
         return tuple(self._pieces(reader, writers, tokens))
@@ -141,17 +153,17 @@ class ShardScheme:
         *,
         num_tokens: int | None = None,
     ) -> None:
-        """Fill `target`, the reader's payload, from the payloads of the writers in `sources`.
+        """Fill `target`, the reader's slice, from the stored slices that `sources` names.
 
         Args:
-            reader: the slice to build.
-            payloads: the payload of each writer, all with one number of ranks; uint8 [payload
-                bytes].
-            target: uint8 [payload bytes], written.
+            reader: the rank that reads.
+            payloads: bytes of each stored slice by the rank that has written it, uint8 [stored
+                bytes]; all with the same number of ranks.
+            target: uint8 [stored bytes of the reader's slice], written.
             num_tokens: number of tokens of a partial block; None for a full block.
 
         Raises:
-            LayoutError: a payload is missing or has another length; the content of `target` is then
+            LayoutError: a slice is missing or has a wrong length; the content of `target` is then
                 undefined.
         """
         sizes = {shard.size for shard in payloads}
@@ -231,16 +243,19 @@ class ShardScheme:
 
 
 def _bytes_of_heads(plane: Plane) -> int:
-    """Return the bytes of all heads of a token, or of a block without declared token places."""
+    """Return the bytes of all heads of one token.
+
+    Of one block for a plane without `token_bytes`.
+    """
     return plane.block_bytes if plane.token_bytes is None else plane.token_bytes
 
 
 class _Payload:
-    """Places of the planes in a payload of `tokens` tokens.
+    """The position of each plane in a stored slice of `tokens` tokens.
 
     Attributes:
         lengths: bytes of each plane.
-        offsets: first byte of each plane.
+        offsets: offset of each plane, in bytes.
     """
 
     def __init__(self, layout: Layout, tokens: int) -> None:
@@ -257,7 +272,7 @@ class _Payload:
 
 
 def _runs(payload: Bytes1D, start: int, pitch: int, piece: Piece) -> Bytes1D:
-    """Return the bytes of `piece` in a payload, as uint8 [count, width] without a copy."""
+    """Return the rows of `piece` in a slice's bytes, as uint8 [count, width] without a copy."""
     if piece.count == 1:
         return payload[start : start + piece.width].reshape(1, piece.width)
     begin = payload[start : start + (piece.count - 1) * pitch + piece.width]
