@@ -174,8 +174,8 @@ async def test_a_ticket_id_that_another_prompt_waits_under_is_a_conflict(on: Her
     assert "another prompt of 5 tokens" in refused.body["detail"]
     assert (await on.client.post("/v1/prefill", body)).status == 200  # the same once more
     assert (await on.client.post("/v1/decode", body)).status == 200
-    tickets = on.node.service.issued_tickets
-    await until(lambda: tickets()[0].state is Standing.ACKNOWLEDGED, "an acknowledgement")
+    state_of = on.node.service.require_handoff().ledger.state_of
+    await until(lambda: state_of("t") is Standing.ACKNOWLEDGED, "an acknowledgement")
     assert (await on.client.post("/v1/prefill", other)).status == 200  # nobody waits any more
     assert (await on.client.post("/v1/decode", other)).status == 200
 

@@ -138,8 +138,8 @@ async def test_a_prefill_that_gives_up_says_why_at_once() -> None:
         assert error.value.reason == "producer_failed"
         with pytest.raises(HandoffError, match="caught fire"):
             here.task.result()
-        [view] = prefill.service.issued_tickets()
-        assert view.state is Standing.PRODUCER_FAILED
+        ledger = prefill.service.require_handoff().ledger
+        assert ledger.state_of("t") is Standing.PRODUCER_FAILED
         await decode.settle()
 
 

@@ -519,7 +519,7 @@ class Handoff:
     @contextmanager
     def _offered(self, ticket_id: str, blocks: PromptBlocks) -> Iterator[DirectAddress | None]:
         """Offer the blocks to claiming nodes; end the offer if the body fails."""
-        is_known = self.ledger.view(ticket_id) is not None
+        is_known = self.ledger.state_of(ticket_id) is not None
         try:
             yield blocks.offer(ticket_id, self.ledger)
         except BaseException:
@@ -854,7 +854,6 @@ class PublishStream:
         return self._finish is None and self._failure is None
 
     def _notify(self, ready: int) -> None:
-        self._handoff.ledger.progressed(self._ticket_id, ready)
         self._handoff.tickets.hint(self._ticket_id, f"{PROGRESS}{ready}")
 
     async def _close(self, open_ticket: OpenTicket, failure: str) -> None:

@@ -1099,25 +1099,13 @@ _MAX_CHECKED = 64  # tickets that are looked up at a time without a hint
 _CHECK_EVERY_S = 5.0
 
 
-class TicketView(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one ticket that this node publishes. Times are Unix seconds.
-
-    Attributes:
-        ready_blocks: number of the ticket's `num_blocks` blocks that are stored.
-        claimer: name of the node that has claimed and acknowledged the ticket; "" for none.
-        failure: the reason why the ticket will never be complete; "" if there is none.
-    """
+class _Issued(msgspec.Struct, frozen=True):
+    """A ticket that this node publishes. Times are Unix seconds."""
 
     ticket_id: str
     state: Standing
-    num_tokens: int
-    num_blocks: int
-    ready_blocks: int
     created_at: float
     expires_at: float
-    claimer: str = ""
-    claimed_at: float | None = None
-    failure: str = ""
 
 
 class TicketLedger:
@@ -1130,7 +1118,7 @@ class TicketLedger:
     def __init__(self, tickets: Tickets) -> None:
         self._tickets = tickets
         self._topic = tickets.names.producer(tickets.lease.incarnation)
-        self._views: OrderedDict[str, TicketView] = OrderedDict()
+        self._issued: OrderedDict[str, _Issued] = OrderedDict()
         self._holds: dict[str, list[Callable[[str], None]]] = {}
         self._came = asyncio.Event()
 
@@ -1147,13 +1135,10 @@ class TicketLedger:
             for ticket_id in list(self._holds):
                 self._release_holds(ticket_id)
 
-    @property
-    def views(self) -> list[TicketView]:
-        """The states of the tickets, newest first."""
-        return list(reversed(self._views.values()))
-
-    def view(self, ticket_id: str) -> TicketView | None:
-        return self._views.get(ticket_id)
+    def state_of(self, ticket_id: str) -> Standing | None:
+        """Return the state of a ticket; None if it is not among the last ones of this node."""
+        issued = self._issued.get(ticket_id)
+        return None if issued is None else issued.state
 
     @property
     def num_holds(self) -> int:
@@ -1171,16 +1156,7 @@ class TicketLedger:
 
     def opened(self, ticket: OpenTicket) -> None:
         """Record that a ticket was announced."""
-        self._put(ticket, Standing.OPEN, ready_blocks=0)
-
-    def progressed(self, ticket_id: str, ready_blocks: int) -> None:
-        """Record that more blocks of a ticket are stored.
-
-        Args:
-            ticket_id: id of the ticket.
-            ready_blocks: number of blocks, from the prompt's start on, that are stored.
-        """
-        self._change(ticket_id, ready_blocks=ready_blocks)
+        self._put(ticket, Standing.OPEN)
 
     def failed(self, ticket_id: str, failure: str) -> None:
         """Record that no ticket will come, and call the callbacks of `hold`.
@@ -1189,39 +1165,33 @@ class TicketLedger:
             ticket_id: id of the ticket.
             failure: the reason.
         """
-        self._change(ticket_id, state=Standing.PRODUCER_FAILED, failure=failure)
+        self._change(ticket_id, Standing.PRODUCER_FAILED)
         self._release_holds(ticket_id, failure or "it failed")
 
     def published(self, ticket: Ticket) -> None:
         """Record that a ticket was written."""
-        self._put(ticket, Standing.WHOLE, ready_blocks=len(ticket.digests))
+        self._put(ticket, Standing.WHOLE)
         self._came.set()
 
-    def _put(self, ticket: Ticket | OpenTicket, state: Standing, *, ready_blocks: int) -> None:
-        self._views[ticket.ticket_id] = TicketView(
-            ticket_id=ticket.ticket_id,
-            state=state,
-            num_tokens=ticket.num_tokens,
-            num_blocks=len(ticket.digests),
-            ready_blocks=ready_blocks,
-            created_at=ticket.created_at,
-            expires_at=ticket.expires_at,
-        )
-        self._views.move_to_end(ticket.ticket_id)
-        while len(self._views) > _MAX_KEPT:
-            oldest, _ = self._views.popitem(last=False)
+    def _put(self, ticket: Ticket | OpenTicket, state: Standing) -> None:
+        ticket_id = ticket.ticket_id
+        self._issued[ticket_id] = _Issued(ticket_id, state, ticket.created_at, ticket.expires_at)
+        self._issued.move_to_end(ticket_id)
+        while len(self._issued) > _MAX_KEPT:
+            oldest, _ = self._issued.popitem(last=False)
             self._release_holds(oldest)
 
-    def _change(self, ticket_id: str, **fields: object) -> None:
-        if ticket_id in self._views:
-            self._views[ticket_id] = msgspec.structs.replace(self._views[ticket_id], **fields)
+    def _change(self, ticket_id: str, state: Standing) -> None:
+        if ticket_id in self._issued:
+            issued = self._issued[ticket_id]
+            self._issued[ticket_id] = msgspec.structs.replace(issued, state=state)
 
     def _release_holds(self, ticket_id: str, failure: str = "") -> None:
         for release in self._holds.pop(ticket_id, ()):
             release(failure)
 
-    def _waiting(self) -> list[TicketView]:
-        return [view for view in self._views.values() if view.state is Standing.WHOLE]
+    def _waiting(self) -> list[_Issued]:
+        return [one for one in self._issued.values() if one.state is Standing.WHOLE]
 
     async def _keep_checking(self) -> None:
         """Look for acknowledgements after each message of one, and from time to time."""
@@ -1232,27 +1202,22 @@ class TicketLedger:
             with self._tickets.notifier.listen(self._topic) as listener:
                 while waiting := self._waiting():
                     hint = await listener.next(_CHECK_EVERY_S)
-                    told = [v for v in waiting if hint == acknowledged_hint(v.ticket_id)]
-                    for view in told or waiting[:_MAX_CHECKED]:
-                        await self._check(view)
+                    told = [o for o in waiting if hint == acknowledged_hint(o.ticket_id)]
+                    for issued in told or waiting[:_MAX_CHECKED]:
+                        await self._check(issued)
 
-    async def _check(self, view: TicketView) -> None:
-        ticket_id = view.ticket_id
-        if self._tickets.now() > view.expires_at:
-            self._change(ticket_id, state=Standing.EXPIRED)
+    async def _check(self, issued: _Issued) -> None:
+        ticket_id = issued.ticket_id
+        if self._tickets.now() > issued.expires_at:
+            self._change(ticket_id, Standing.EXPIRED)
             self._release_holds(ticket_id)
             return
         try:
             found = await self._tickets.read_acknowledgement(ticket_id)
         except StoreUnavailableError:
             return
-        if found is not None and found.created_at == view.created_at:
-            self._change(
-                ticket_id,
-                state=Standing.ACKNOWLEDGED,
-                claimer=found.claimer,
-                claimed_at=found.claimed_at,
-            )
+        if found is not None and found.created_at == issued.created_at:
+            self._change(ticket_id, Standing.ACKNOWLEDGED)
             self._release_holds(ticket_id)
-        elif ticket_id in self._views:
-            self._views.move_to_end(ticket_id)  # check the others first next time
+        elif ticket_id in self._issued:
+            self._issued.move_to_end(ticket_id)  # check the others first next time

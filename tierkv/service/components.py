@@ -8,8 +8,15 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from tierkv import observe
 from tierkv.cache.eviction import WriteRule
@@ -41,6 +48,8 @@ from tierkv.threads import begin_aside
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.tier import StorageTier
 
+T = TypeVar("T")
+
 
 class Memory:
     """The device's memory for blocks (planes), and the host slots.
@@ -67,32 +76,21 @@ class Memory:
 
     @asynccontextmanager
     async def running(self, device_blocks: int, host_slots: int) -> AsyncIterator[None]:
-        """Allocate the memory for the body, and free it at the end.
-
-        A thread allocates, because pinning memory takes 0.1 s and more. A cancelled call waits for
-        the thread, and frees the memory.
+        """Allocate the memory for the body, as `entered_aside` does, and free it at the end.
 
         Args:
             device_blocks: number of device blocks.
             host_slots: number of host slots.
         """
-        with ExitStack() as stack:
-            memory = self._allocated(device_blocks, host_slots)
-            opening = begin_aside(functools.partial(stack.enter_context, memory))
-            await outlast({opening}, on_cancel=lambda: None)
-            opening.result()
+        async with entered_aside(self._allocated(device_blocks, host_slots)):
             yield
 
     @contextmanager
     def _allocated(self, device_blocks: int, host_slots: int) -> Iterator[None]:
-        self.planes = self._device.allocate_planes(self._layout, device_blocks)
-        self._has_planes = True
+        self.use(self._device.allocate_planes(self._layout, device_blocks))
         try:
-            self.host = self._device.allocate_host(self._layout, host_slots)
-            try:
+            with host_memory(self._device, self._layout, host_slots) as self.host:
                 yield
-            finally:
-                self.host.close()
         finally:
             if self._has_planes:
                 self.planes.close()
@@ -158,36 +156,35 @@ class Memory:
         self.planes.close()
 
 
-@asynccontextmanager
-async def host_memory(device: Device, layout: Layout, num_slots: int) -> AsyncIterator[HostSlots]:
-    """Allocate host slots for the body.
-
-    A thread allocates them; a cancelled call waits for the thread, and frees the slots.
+@contextmanager
+def host_memory(device: Device, layout: Layout, num_slots: int) -> Iterator[HostSlots]:
+    """Allocate host slots for the body. Blocks the thread; see `entered_aside`.
 
     Args:
         device: allocates the slots.
         layout: the planes of a block.
         num_slots: number of slots.
 
-    Yields:
-        The slots.
-
     Raises:
         ConfigError: the machine has too little memory.
     """
-    allocated: list[HostSlots] = []
-
-    def allocate() -> None:
-        allocated.append(device.allocate_host(layout, num_slots))
-
+    host = device.allocate_host(layout, num_slots)
     try:
-        opening = begin_aside(allocate)
-        await outlast({opening}, on_cancel=lambda: None)
-        opening.result()
-        yield allocated[0]
+        yield host
     finally:
-        for host in allocated:
-            host.close()
+        host.close()
+
+
+@asynccontextmanager
+async def entered_aside(memory: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """Allocate `memory` in a thread, because pinning memory takes 0.1 s and more.
+
+    A cancelled call waits for the thread, and frees the memory.
+    """
+    with ExitStack() as stack:
+        entering = begin_aside(functools.partial(stack.enter_context, memory))
+        await outlast({entering}, on_cancel=lambda: None)
+        yield entering.result()
 
 
 def _close_again(opening: asyncio.Future[Planes]) -> None:

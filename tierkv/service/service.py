@@ -24,7 +24,7 @@ from tierkv.gpu.protocol import Device, HostSlots, Planes
 from tierkv.observe import Lookup, Stats, Timelines
 from tierkv.pd.handoff import Handoff, Published, PublishStream
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.tickets import HandoffProblem, TicketStatus, TicketView, status_of
+from tierkv.pd.tickets import HandoffProblem, TicketStatus, status_of
 from tierkv.sched.budget import Budget
 from tierkv.sched.copies import count_stored, keys_beyond, stored_beyond
 from tierkv.sched.events import CacheEvents
@@ -33,7 +33,15 @@ from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
-from tierkv.service.components import Components, Memory, ServiceConfig, check, host_memory, opened
+from tierkv.service.components import (
+    Components,
+    Memory,
+    ServiceConfig,
+    check,
+    entered_aside,
+    host_memory,
+    opened,
+)
 from tierkv.service.kv_events import EventsSection, KvEventPublisher
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store, StoredValue
@@ -262,7 +270,7 @@ class Service:
             groups = []
             for fingerprint, count in self._other_groups:
                 memory = host_memory(self.device, fingerprint.layout, count)
-                host = await stack.enter_async_context(memory)
+                host = await stack.enter_async_context(entered_aside(memory))
                 io = self._storage_tier.io_of_layout(
                     Names(settings.prefix, fingerprint.short),
                     fingerprint.layout,
@@ -733,10 +741,6 @@ class Service:
                 f"there is no ticket {ticket_id[:80]!r}: it was never published, or has expired",
             )
         await tickets.acknowledge(ticket)
-
-    def issued_tickets(self) -> list[TicketView]:
-        """Return the tickets that this node published last, with their states, newest first."""
-        return self._parts.handoff.ledger.views
 
     # Lookups
 

@@ -171,14 +171,18 @@ class Session:
         except DeviceFailedError:
             raise
         except TransferError as error:
-            log.warning(
-                "request %s computes its whole prompt, since cached blocks did not load: %s",
-                request.request_id,
-                error,
-            )
-            alone = msgspec.structs.replace(request.spec, uses_cache=False)
-            return await scheduler.admit(alone)
+            return await self._admit_alone(error)
         return request
+
+    async def _admit_alone(self, error: TransferError) -> Request:
+        """Admit the request to compute its whole prompt, after cached blocks did not load."""
+        log.warning(
+            "request %s computes its whole prompt, since cached blocks did not load: %s",
+            self.spec.request_id,
+            error,
+        )
+        alone = msgspec.structs.replace(self.spec, needs_logits=True, uses_cache=False)
+        return await self._service.scheduler.admit(alone)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -237,14 +241,8 @@ class Session:
                 raise
             except TransferError as error:  # a prompt that came in portions did not all load
                 self.check_may_compute(error)
-                log.warning(
-                    "request %s computes its whole prompt, since cached blocks did not load: %s",
-                    self.spec.request_id,
-                    error,
-                )
                 self.load_problem = str(error)
-                alone = msgspec.structs.replace(self.spec, needs_logits=True, uses_cache=False)
-                request = await self._service.scheduler.admit(alone)
+                request = await self._admit_alone(error)
             return self._adopt(request)
 
     def _adopt(self, request: Request) -> Request:
