@@ -73,7 +73,7 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
     longer: tuple[_Run, ...] = ()
 
     def covers(self, prompt: Prompt, first: int, block: int) -> bool:
-        """Return whether this run begins with the prompt's blocks from `first` to `block`."""
+        """Return whether this run begins with blocks [first, block] of the prompt."""
         width = prompt.block_token_bytes
         tokens = prompt.tokens[first * width : (block + 1) * width]
         return (

@@ -136,7 +136,7 @@ class Spaces:
         return [root for root in self._retired if name in (None, root.space.name)]
 
     def is_retired(self, node: TreeNode) -> bool:
-        """Return whether `node` is below a root that `renew` has replaced: nothing can match it."""
+        """Return whether `node` is below a retired root (see `renew`): no prompt matches it."""
         if not self._retired:
             return False
         while node.parent is not None:

@@ -228,13 +228,16 @@ class ShardScheme:
         return head * head_bytes, (head + 1) * head_bytes
 
     def _nearest(self, reader: Shard, writers: int) -> Shard:
-        """Return the writer's slice that begins where the reader's does, or shortly before."""
+        """Return the stored slice that begins at the reader's first byte, or next before it."""
         return Shard(reader.rank * writers // reader.size, writers)
 
     def _holder(
         self, plane: Plane, at: int, writers: int, nearest: Shard
     ) -> tuple[Shard, int, int]:
-        """Return a slice that has byte `at` of the heads, `nearest` if it does, and its bytes."""
+        """Return a rank that has byte `at` of the heads, and the range of bytes that it has.
+
+        The rank is `nearest` if that rank has the byte.
+        """
         for shard in (nearest, *(Shard(rank, writers) for rank in range(writers))):
             start, stop = self._range(plane, shard)
             if start <= at < stop:

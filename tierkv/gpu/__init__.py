@@ -1,6 +1,6 @@
-"""Memory and streams of a device.
+"""Memory, streams and copies of a GPU or of the CPU.
 
-The protocol of devices is in `protocol`; `open_device` opens one.
+`open_device` opens a device; the module `protocol` describes its methods.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _CUDA_REMEDY = "Run `tierkv doctor` to see what is missing, or use the device cp
 
 
 def open_device(name: str) -> Device:
-    """Open the device `cpu`, `cuda`, or `cuda:N` for the GPU of that index.
+    """Open the device `cpu`, `cuda` (the first GPU), or `cuda:N` (the GPU with index N).
 
     Raises:
-        ConfigError: the name is none of these, or CuPy, its driver or the GPU is missing; the text
+        ConfigError: the name is none of these, or CuPy, the driver or the GPU is missing. The text
             names the remedy.
     """
     kind, _, index = name.partition(":")

@@ -1,7 +1,7 @@
 """The CPU as a device: NumPy planes, and threads that copy.
 
-The device behaves as a GPU does: a submitted copy finishes later, copies of a lane run in order,
-events are polled, and an error fails exactly the events after it.
+It behaves as a GPU does: a submitted copy finishes later, copies of a lane run in order, events are
+polled, and an error fails only the events after it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class CpuEvent:
             raise self._error.with_traceback(None)
 
     def reach(self, error: TransferError | None = None) -> None:
-        """Set the event done, or failed with `error`. The copying thread calls this once."""
+        """Mark the event as done, or as failed with `error`. The copying thread calls this once."""
         self._error = error
         self._is_reached = True
         while self._waiting:
@@ -106,7 +106,10 @@ def done_event() -> CpuEvent:
 
 
 class CallerStream:
-    """The compute stream of the CPU: work runs on the calling thread, so it is done at once."""
+    """The compute stream of the CPU.
+
+    Its work runs on the calling thread, so that it is done at once.
+    """
 
     def record(self) -> CpuEvent:
         return done_event()
@@ -116,9 +119,9 @@ class CallerStream:
 
 
 def _aligned(num_rows: int, row_bytes: int, setting: str) -> npt.NDArray[np.uint8]:
-    """Return page-aligned zeroed memory, uint8 [num_rows, row_bytes]; errors name `setting`.
+    """Return page-aligned memory of zeros, uint8 [num_rows, row_bytes]; errors name `setting`.
 
-    The kernel allocates a page when it is first used.
+    The kernel allocates each page when it is first used.
     """
     try:
         raw = np.zeros(num_rows * row_bytes + _PAGE, np.uint8)
@@ -175,14 +178,15 @@ class CpuHostSlots:
 class CpuLane:
     """A lane with one thread that copies.
 
-    `submit` never releases Python's global lock (GIL), which beside another busy thread would cost
-    the engine's thread 5 ms.
+    `submit` never releases Python's global lock (GIL): getting it back from another busy thread
+    would cost the engine's thread 5 ms.
 
     Args:
-        direction: the direction of the copies.
-        planes: the device's memory.
+        direction: direction of the copies.
+        planes: the device blocks.
         host: the host slots.
-        before_copy: called on the thread before every copy; tests delay or break copies with it.
+        before_copy: called on the lane's thread before every copy; tests delay copies with it, or
+            let them fail. None for no call.
     """
 
     def __init__(
@@ -246,7 +250,7 @@ class CpuLane:
             self._run(*found)
 
     def _run(self, copy: BlockCopy, events: tuple[CpuEvent, ...]) -> None:
-        """Copy layer after layer; after an error all remaining layers fail with that error."""
+        """Copy layer after layer; after an error, all further layers fail with that error."""
         at = 0
         try:
             deadline = time.monotonic() + _AFTER_TIMEOUT_S
@@ -274,7 +278,7 @@ class CpuLane:
                 event.reach(failed)
 
     def _copies_at_once(self, copy: BlockCopy) -> bool:
-        """Copy all blocks in one call; return False if the kernel does not allow such a call."""
+        """Copy all blocks in one call; return False if the kernel does not permit the call."""
         arrays, host = self._planes.arrays, self._host.array
         if len(self._placed) != len(arrays) or any(map(is_not, self._placed, arrays)):
             self._placed = tuple(arrays)
@@ -310,7 +314,10 @@ class CpuLane:
                 slots[copy.slot_ids] = plane[copy.block_ids]
 
     def close(self) -> None:
-        """Wait for the submitted copies, then end the thread. Further calls do nothing."""
+        """Wait until all submitted copies have ended, then end the thread.
+
+        Further calls do nothing.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._copies.put(None)
@@ -322,7 +329,7 @@ def runs_of(copy: BlockCopy) -> Sequence[_Run]:
     """Divide a copy into runs in which both the slots and the blocks are consecutive.
 
     Returns:
-        The first slot, the first block and the number of blocks of each run, in the order of slots.
+        For each run, ordered by slot: the first slot, the first block, and the number of blocks.
     """
     order = np.argsort(copy.slot_ids)
     slots, blocks = copy.slot_ids[order], copy.block_ids[order]
@@ -335,7 +342,7 @@ def runs_of(copy: BlockCopy) -> Sequence[_Run]:
 
 
 def check_copy(copy: BlockCopy, direction: Direction, num_blocks: int, num_slots: int) -> None:
-    """Check that a copy fits a lane.
+    """Check that a lane can carry out a copy.
 
     Args:
         copy: the copy.
@@ -362,13 +369,13 @@ def check_copy_within(source_ids: Ids, target_ids: Ids, num_blocks: int) -> None
     """Check the ids of a copy of blocks within the device.
 
     Args:
-        source_ids: int32 [n].
-        target_ids: int32 [n].
+        source_ids: int32 [n], blocks to read.
+        target_ids: int32 [n], blocks to write.
         num_blocks: number of blocks of the device.
 
     Raises:
-        LayoutError: the numbers of ids differ, a target appears twice or is a source, or an id is
-            out of range.
+        LayoutError: the numbers of ids differ, a target appears twice or is also a source, or an id
+            is out of range.
     """
     if source_ids.shape != target_ids.shape:
         raise LayoutError("a copy needs the same number of sources and targets")
@@ -392,10 +399,11 @@ def _check_inside(ids: Ids, size: int, what: str) -> None:
 
 
 class CpuDevice:
-    """The CPU as a device; see `Device`.
+    """The CPU as a device; the protocol `Device` describes the methods.
 
     Args:
-        before_copy: called before every copy of a lane; tests delay or break copies with it.
+        before_copy: called before every copy of a lane; tests delay copies with it, or let them
+            fail. None for no call.
     """
 
     def __init__(self, before_copy: Callable[[BlockCopy], None] | None = None) -> None:
@@ -434,4 +442,4 @@ class CpuDevice:
         return event
 
     def close(self) -> None:
-        """Do nothing: the device has no memory or thread of its own."""
+        """Do nothing: the device itself has no memory and no thread."""

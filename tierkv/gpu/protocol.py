@@ -1,12 +1,12 @@
 """The protocol of devices: planes, host slots, streams, events, and lanes for copies.
 
-Planes are the device's memory for blocks, one array for each role (key, value, ...) of each layer.
-A lane is a queue of copies in one direction between planes and host slots. A device may also share
-its planes with other processes of the machine.
+A plane is the device memory for one role (key, value, ...) of one layer. A lane is a queue of
+copies in one direction between planes and host slots. Some devices can also share planes with other
+processes on the machine.
 
-`submit` and `record` return before the work is done. Only an event that reports `is_done` says that
-bytes have arrived. The CPU device behaves in the same way: copies finish later, in order per
-stream.
+`submit` and `record` return before the work is done. Only an event whose `is_done` is True says
+that bytes have arrived. The CPU device behaves in the same way: copies finish later, and in order
+within a stream.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Ids = npt.NDArray[np.int32]
 class Event(Protocol):
     """A point in the work of a stream.
 
-    Events with the same `line` are done in the order of their `position`, so only the first of them
-    need be polled. `line` identifies a stream, or a single event that has no order with others.
+    Events with the same `line` are done in the order of their `position`, so it is enough to poll
+    the first of them. `line` identifies a stream, or one event that has no order with others.
     """
 
     @property
@@ -43,21 +43,21 @@ class Event(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """True if all work submitted before this point has finished. Never blocks.
+        """True if all work that was submitted before this point has finished. Never blocks.
 
         Raises:
-            TransferError: work before this point has failed; DeviceFailedError if the device is
-                lost.
+            TransferError: work before this point has failed; DeviceFailedError if the process can
+                no longer use the device.
         """
 
     def block_until_done(self, timeout_s: float) -> None:
         """Block the calling thread until the event is done.
 
-        Never call it on the event loop's thread.
+        Never call it on an event loop's thread.
 
         Raises:
-            GateTimeoutError: `timeout_s` seconds have passed.
-            TransferError: the work has failed, as in `is_done`.
+            GateTimeoutError: the event was not done after `timeout_s` seconds.
+            TransferError: work before this point has failed.
         """
 
 
@@ -82,25 +82,30 @@ class FailedEvent:
 
 
 class Stream(Protocol):
-    """A queue of work of an engine or a lane, done in the order of its submission."""
+    """A queue of work of an engine or of a lane, done in the order in which it was submitted."""
 
     def record(self) -> Event:
         """Return an event that is done when all work submitted to this stream so far is done."""
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """Let work that is submitted after this call start only when `event` is done.
+        """Let work that is submitted to this stream after the call start only when `event` is done.
 
-        On CUDA the GPU waits and the call returns at once. On the CPU, where the engine computes on
-        the calling thread, the call itself blocks until the event is done.
+        On CUDA the GPU waits, and the call returns at once. On the CPU, where the engine computes
+        on the calling thread, the call blocks until the event is done.
 
         Args:
             event: the event to wait for.
-            timeout_s: seconds for which the call may block.
+            timeout_s: largest time for which the call blocks, in seconds.
+
+        Raises:
+            GateTimeoutError: the time was over before the event was done, or before its copy was
+                submitted.
+            TransferError: the work of `event` has failed.
         """
 
 
 class HostSlots(Protocol):
-    """Host memory as slots of one block each, pinned if the device is a GPU."""
+    """Host memory, divided into slots of one block each; pinned if the device is a GPU."""
 
     @property
     def num_slots(self) -> int: ...
@@ -114,13 +119,17 @@ class HostSlots(Protocol):
         """
 
     def close(self) -> None:
-        """Free the memory. A second call raises LayoutError."""
+        """Free the memory.
+
+        Raises:
+            LayoutError: the slots are closed already.
+        """
 
 
 class Planes(Protocol):
-    """The device's memory for blocks: an array for each plane of the layout.
+    """Device memory for blocks: an array for each plane of the layout.
 
-    The arrays are NumPy's on the CPU and CuPy's on CUDA; an engine's kernels read and write them.
+    The arrays are NumPy's on the CPU and CuPy's on CUDA. An engine's kernels read and write them.
     """
 
     @property
@@ -138,7 +147,11 @@ class Planes(Protocol):
         """
 
     def close(self) -> None:
-        """Free the memory. A second call raises LayoutError."""
+        """Free the memory.
+
+        Raises:
+            LayoutError: the planes are closed already.
+        """
 
 
 FEW_IDS = 256  # up to this number of ids, a loop in Python is faster than NumPy
@@ -196,21 +209,23 @@ class Lane(Protocol):
     """A queue of copies in one direction of one device, done in the order of their submission."""
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
-        """Submit `copy`; return one event for each layer of the layout, done in layer order.
+        """Submit `copy`; return one event for each layer of the layout.
 
-        The last event is the end of the copy. The events of an empty copy are done. Thread-safe;
-        takes microseconds, since longer work is done by a thread of the lane.
+        The events are done in the order of the layers, the last one at the end of the copy. The
+        events of a copy without blocks are done at once. Thread-safe; takes microseconds, since a
+        thread of the lane does longer work.
 
         Raises:
             LayoutError: an id is out of range; nothing was submitted.
+            DeviceFailedError: the lane is closed, or the process can no longer use the device.
         """
 
     def close(self) -> None:
-        """Wait until the submitted copies have ended, then free streams and staging memory."""
+        """Wait until all submitted copies have ended, then free streams and staging memory."""
 
 
 class Device(Protocol):
-    """One GPU (or the CPU) and its memory. Close it after all objects that it has made."""
+    """One GPU, or the CPU, and its memory. Close it after all objects that it has made."""
 
     @property
     def name(self) -> str: ...
@@ -228,17 +243,17 @@ class Device(Protocol):
         """The state of the device as a line of text: its name, unfinished setup, or failure."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread computes on this device with `array_module`.
+        """Return a context in which the calling thread uses `array_module` on this device.
 
         The work runs on `compute_stream`. Errors of the device become TransferError, or
-        DeviceFailedError if the device is lost.
+        DeviceFailedError if the process can no longer use the device.
         """
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
         """Allocate device memory for blocks.
 
         Args:
-            layout: the planes of a block.
+            layout: layout of a block.
             num_blocks: number of blocks.
 
         Raises:
@@ -249,7 +264,7 @@ class Device(Protocol):
         """Allocate host slots.
 
         Args:
-            layout: the planes of a block.
+            layout: layout of a block.
             num_slots: number of slots, each for one block.
 
         Raises:
@@ -257,12 +272,16 @@ class Device(Protocol):
         """
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
-        """Open a lane for copies in one direction; the caller closes it.
+        """Open a lane for copies in one direction; the caller must close it.
 
         Args:
             direction: LOAD copies slots to blocks, OFFLOAD blocks to slots.
             planes: planes that this device has made.
-            host: the host slots.
+            host: host slots for blocks of the same layout.
+
+        Raises:
+            LayoutError: the planes are closed, or belong to another device.
+            ConfigError: the host slots cannot be pinned.
         """
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
@@ -295,7 +314,7 @@ class Device(Protocol):
 
 
 class SharedPlane(msgspec.Struct, frozen=True):
-    """A plane as another process can open it.
+    """The data with which another process opens a plane.
 
     Attributes:
         handle: identifies the memory: a CUDA IPC handle, or a process id on the CPU.
@@ -309,14 +328,14 @@ class SharedPlane(msgspec.Struct, frozen=True):
 
 
 class SharedPlanes(msgspec.Struct, frozen=True, kw_only=True):
-    """A description of planes with which another process of this machine can open them.
+    """The data with which another process of this machine opens a set of planes.
 
     Attributes:
-        owner: the process that has the planes.
-        name: name of this set of planes, a new one whenever the owner replaces them.
+        owner: name of the process that has the planes.
+        name: name of this set of planes; the owner uses a new name when it replaces the planes.
         place: UUID of the GPU, or "cpu".
         num_blocks: number of blocks.
-        planes: the planes in the layout's order.
+        planes: the planes, in the layout's order.
     """
 
     owner: str
@@ -327,34 +346,39 @@ class SharedPlanes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerPlanes(Protocol):
-    """Planes of another process that this process has opened. For one thread at a time."""
+    """Planes of another process that this process has opened.
+
+    Only one thread at a time may use them.
+    """
 
     def copy(self, source_ids: Ids, target_ids: Ids) -> None:
-        """Copy blocks of the other process to blocks of this process, and wait for the copy.
+        """Copy blocks of the other process to blocks of this process.
+
+        Block until the copy has ended.
 
         Args:
             source_ids: int32 [n], blocks of the other process.
-            target_ids: int32 [n], distinct, blocks of this process.
+            target_ids: int32 [n], blocks of this process, distinct.
 
         Raises:
-            TransferError: a block did not arrive; the content of the targets is then undefined.
+            TransferError: a block did not arrive; the content of all targets is then undefined.
         """
 
     def close(self) -> None:
-        """Unmap the planes, which the other process still owns. No copy may be in flight."""
+        """Unmap the planes, which the other process still owns. No copy may be running."""
 
 
 class Sharing(Protocol):
-    """The exchange of planes with other processes of the machine.
+    """The operations by which processes of one machine share planes.
 
-    The attribute `place` is the UUID of this device's GPU, or "cpu".
+    The property `place` is the UUID of this device's GPU, or "cpu".
     """
 
     @property
     def place(self) -> str: ...
 
     def share(self, planes: Planes) -> tuple[SharedPlane, ...]:
-        """Return a description of the planes, with which another process can open them.
+        """Return the data with which another process opens each of these planes.
 
         Raises:
             ConfigError: no other process can open memory of this kind.
@@ -364,10 +388,10 @@ class Sharing(Protocol):
         """Open another process's planes.
 
         Args:
-            own: this process's planes, of the same layout, to which blocks will be copied.
-            shared: the other process's description of its planes.
+            own: planes of this process with the same layout, to which blocks will be copied.
+            shared: the data that the other process has sent about its planes.
 
         Raises:
-            ConfigError: this process cannot read memory of that GPU or kind at all.
+            ConfigError: this process can read no memory of that GPU, or of that kind.
             TransferError: these planes cannot be read.
         """
