@@ -1,4 +1,4 @@
-"""Results of calls by request id, so that a repeated call gets the first call's result."""
+"""Results of HTTP calls by request id: a repeated call gets the result of the first call."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Key = tuple[str, str]  # tenant, id
 
 
 def content_of(body: PromptBody, tokens: bytes) -> bytes:
-    """Return a digest of a call's body, by which a repeated call is recognised.
+    """Return a digest of a call's body, to check that a repeated call has the same content.
 
-    The digest is independent of the request id, and of whether the prompt is given as text or
+    The digest does not depend on the request id, or on whether the prompt is given as text or
     tokens.
 
     Args:
         body: The body of the call.
-        tokens: The prompt of the body, packed as int32.
+        tokens: The prompt's token ids, as little-endian int32 bytes.
     """
     rest = msgspec.structs.replace(body, prompt=None, tokens=None, request_id=None)
     digest = xxhash.xxh3_128(tokens)
@@ -38,7 +38,7 @@ def content_of(body: PromptBody, tokens: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    """The result of one key, or the call that is still computing the result."""
+    """The result for one key, or the pending future of the call that computes it."""
 
     content: bytes
     outcome: asyncio.Future[T]
@@ -47,24 +47,24 @@ class _Entry(Generic[T]):
 
 @dataclass(slots=True)
 class OnceCall(Generic[T]):
-    """One call of `Once.call`, as its body sees it.
+    """One call with a key, as `Once.call` yields it.
 
     Attributes:
-        made: The result, if an earlier call has computed it. Otherwise None: the body must compute
-            the result and set it here.
+        result: The result, if an earlier call with the same key has computed it. If it is None, the
+            body of `Once.call` must compute the result and set it here.
     """
 
     result: T | None = None
 
 
 class Once(Generic[T]):
-    """Results by key: several calls with the same key compute once and get the same result.
+    """A cache of results by key: of all calls with the same key, one computes the result.
 
-    A result is kept until `release` is called for its key, and `ttl_s` longer. If a call fails, no
-    result is kept, and the next call with the key computes again.
+    A result is kept until `ttl_s` seconds after `release` is called for its key. If the call that
+    computes fails, nothing is kept, and the next call with the key computes.
 
     Args:
-        max_answers: Number of released results that are kept; beyond it, the oldest are forgotten.
+        max_answers: Largest number of released results that are kept; the oldest are removed first.
         ttl_s: Seconds for which a released result is kept.
         now: A monotonic clock, in seconds.
     """
@@ -83,11 +83,11 @@ class Once(Generic[T]):
     async def call(
         self, key: Hashable, content: bytes, *, stays_open: bool = True
     ) -> AsyncIterator[OnceCall[T]]:
-        """Open a call for `key`, with one result for all calls with this key.
+        """Run the body as one call with `key`; get the result of an earlier call, or compute it.
 
-        The body must compute the result, unless an earlier call has done so. While an earlier call
-        runs, this call waits for it. If the earlier one is cancelled, one of the waiting calls
-        computes the result instead.
+        If an earlier call with this key is still computing, this call waits for its result before
+        the body runs. If that call is cancelled, one of the waiting calls computes the result
+        instead.
 
         Args:
             key: The key of the result.
@@ -97,11 +97,11 @@ class Once(Generic[T]):
                 the body ends.
 
         Yields:
-            The call. Its `made` is the result of an earlier call, or None if the body must set it.
+            The call. If its `result` is None, the body must compute the result and set it there.
 
         Raises:
-            DuplicateRequestError: The key was used for other content.
-            TierKVError: This call waited for an earlier one, which failed with this error.
+            DuplicateRequestError: An earlier call with this key had other content.
+            TierKVError: An earlier call, for which this call waited, failed with this error.
         """
         while (known := self._find(key)) is not None:
             if known.content != content:
@@ -135,7 +135,7 @@ class Once(Generic[T]):
             self.release(key)
 
     def release(self, key: Hashable) -> None:
-        """Forget the result of `key` after `ttl_s` seconds, or earlier if too many are kept."""
+        """Remove the result of `key` after `ttl_s` seconds, or earlier if too many are kept."""
         entry = self._open.pop(key, None)
         if entry is None:
             return
@@ -144,7 +144,7 @@ class Once(Generic[T]):
         self._expire()
 
     def find(self, key: Hashable) -> T | None:
-        """Return the result of `key`; None if there is none or a call still computes it."""
+        """Return the result of `key`; None if there is none, or if a call is still computing it."""
         known = self._find(key)
         if known is None or not known.outcome.done() or known.outcome.cancelled():
             return None

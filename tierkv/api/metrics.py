@@ -42,13 +42,14 @@ from tierkv.transfer.tier import StoreState
 def gauge(
     name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]
 ) -> Metric:
-    """Return a metric of type gauge.
+    """Return a Prometheus metric of type gauge.
 
     Args:
         name: Name of the metric.
-        text: Its help text.
-        labels: Names of its labels.
-        values: By label values, in the order of `labels`, the value of the metric.
+        text: Help text of the metric.
+        labels: Names of the labels.
+        values: The metric's value for each combination of label values, which are in the order of
+            `labels`.
     """
     family = GaugeMetricFamily(name, text, labels=labels)
     for combination, value in values.items():
@@ -59,13 +60,14 @@ def gauge(
 def counter(
     name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]
 ) -> Metric:
-    """Return a metric of type counter.
+    """Return a Prometheus metric of type counter.
 
     Args:
         name: Name of the metric, without `_total`.
-        text: Its help text.
-        labels: Names of its labels.
-        values: By label values, in the order of `labels`, the value of the metric.
+        text: Help text of the metric.
+        labels: Names of the labels.
+        values: The metric's value for each combination of label values, which are in the order of
+            `labels`.
     """
     family = CounterMetricFamily(name, text, labels=labels)
     for combination, value in values.items():
@@ -74,22 +76,22 @@ def counter(
 
 
 def total(name: str, text: str, value: float) -> Metric:
-    """Return a metric of type counter without labels.
+    """Return a Prometheus metric of type counter, without labels.
 
     Args:
         name: Name of the metric, without `_total`.
-        text: Its help text.
-        value: Its value.
+        text: Help text of the metric.
+        value: Value of the metric.
     """
     return counter(name, text, (), {(): value})
 
 
 def ages(name: str, text: str, counts: AgeCounts) -> Metric:
-    """Return a metric of type histogram for ages in seconds.
+    """Return a Prometheus metric of type histogram, for ages in seconds.
 
     Args:
         name: Name of the metric.
-        text: Its help text.
+        text: Help text of the metric.
         counts: Number of ages in each bucket, and the sum of all ages.
     """
     family = HistogramMetricFamily(name, text)
@@ -100,7 +102,7 @@ def ages(name: str, text: str, counts: AgeCounts) -> Metric:
 
 
 class _ProcessUse(Collector):
-    """A collector of this process's memory, CPU time and open files, read before each scrape."""
+    """A collector of this process's memory, CPU time and open files, as of the last `read`."""
 
     def __init__(self) -> None:
         self._source = ProcessCollector(registry=None)
@@ -114,8 +116,6 @@ class _ProcessUse(Collector):
 
 
 class _TaskFailures(Collector):
-    """A collector of the number of failed background tasks in this process."""
-
     def collect(self) -> Iterator[Metric]:
         yield total(
             "tierkv_task_failures",
@@ -128,11 +128,11 @@ class _TaskFailures(Collector):
 class Exposition:
     """All metrics of one process, in the text format of Prometheus.
 
-    These are the metrics of `collector`, those in `registry`, the number of failed background
+    Besides the metrics of `collector` and of `registry`, these are the number of failed background
     tasks, and the memory, CPU time and open files of the process (`process_*`, `python_*`).
 
     Attributes:
-        registry: Registry for further metrics.
+        registry: Registry to which further metrics can be added.
 
     Args:
         collector: Collects metrics of the process's own state at each scrape.
@@ -148,10 +148,10 @@ class Exposition:
         GCCollector(registry=self.registry)
 
     async def render(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics and their content type.
+        """Return the encoded metrics and their content type.
 
         Args:
-            accept: The request's Accept header, which chooses between the formats of Prometheus.
+            accept: The request's Accept header, which chooses one of the formats of Prometheus.
         """
         await self._use.read()
         encode, content_type = choose_encoder(accept)
@@ -162,7 +162,7 @@ _ESTIMATED_TOKENS = 1024
 
 
 class NodeCollector(Collector):
-    """A collector that reads the node's state at each scrape."""
+    """A Prometheus collector that reads the node's state at each scrape."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -186,7 +186,7 @@ class NodeCollector(Collector):
         yield from stores(node.service.storage_state())
 
     def shown(self) -> Iterator[Metric]:
-        """Yield the metrics that the live page shows; called twice a second."""
+        """Yield the metrics that the live page shows. The page's feed calls this twice a second."""
         node = self._node
         stats = node.service.stats()
         yield from _tiers(stats, node.service.fingerprint.layout.block_bytes)
@@ -378,7 +378,7 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
 
 
 def _estimates(node: Node) -> Iterator[Metric]:
-    """Yield the estimated times by which requests choose to fetch or compute, and their choices."""
+    """Yield the estimated times to compute and to fetch, and the counts of these decisions."""
     estimator = node.service.estimator
     num_bytes = _ESTIMATED_TOKENS * estimator.bytes_per_token
     yield gauge(
@@ -426,7 +426,7 @@ def _engine(node: Node) -> Iterator[Metric]:
 
 
 def storage(stats: Stats) -> Iterator[Metric]:
-    """Yield the bytes moved between tiers, and storage's failed accesses and damaged values."""
+    """Yield the bytes moved between tiers, and the failures and damaged values of storage."""
     counts = stats.storage or StorageStats()
     yield counter(
         "tierkv_transfer_bytes",
@@ -453,9 +453,9 @@ def storage(stats: Stats) -> Iterator[Metric]:
 
 
 def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
-    """Yield the state of each store.
+    """Yield metrics of the state of each attached store.
 
-    The label names the tenant that owns the store; it is "" for the store of all other tenants.
+    The label `tenant` names the tenant that owns the store; "" is the store of all other tenants.
     """
     by_tenant = {state.tenant: state for state in states}
     yield gauge(
@@ -584,7 +584,7 @@ class Metrics:
                 self._handoff.labels(side, reason)
 
     def know_routes(self, routes: Iterable[str]) -> None:
-        """Add a count of HTTP answers for each of these routes' paths, starting at 0."""
+        """Add counters of HTTP answers for the routes with these paths, starting at 0."""
         for route in routes:
             for status in _STATUS_CLASSES:
                 self._answers[route, status] = self._http.labels(route, f"{status}xx")
@@ -593,8 +593,8 @@ class Metrics:
         """Count one HTTP answer.
 
         Args:
-            route: The route's path, which was given to `know_routes` before.
-            status: The HTTP status of the answer.
+            route: Path of the route; it must have been given to `know_routes`.
+            status: HTTP status of the answer.
         """
         self._answers[route, status // 100].inc()
 
@@ -603,20 +603,20 @@ class Metrics:
 
         Args:
             operation: "generate", "prefill" or "decode".
-            generation: The engine's result for the request, with its times in seconds.
+            generation: The engine's result for the request, with the times in seconds.
         """
         self._first_token.labels(operation).observe(generation.first_token_s)
         self._queue.labels(operation).observe(generation.queue_s)
 
     @contextmanager
     def handing(self, side: str) -> Iterator[None]:
-        """If the hand-off in the body (a publish or a claim) fails, count its reason.
+        """Run a publish or a claim as the body; if the body fails, count the reason.
 
         Args:
             side: "publish" or "claim".
 
         Raises:
-            HandoffError: The hand-off failed.
+            HandoffError: The body raised this error.
         """
         try:
             yield

@@ -48,16 +48,17 @@ _ANSWERS_TTL_S = 300.0
 
 
 class Node:
-    """All parts of a node behind its HTTP routes.
+    """All parts of a node except its HTTP server.
 
     Use it inside `running()`, from one event loop.
 
     Args:
         settings: The settings of all parts.
-        device: A device for tests; None for the one that the settings name.
-        store: A store for tests; None for the one that the settings name.
-        environ: The environment variables, from which the store's default folder is derived.
-        external: Engines in other processes, if the node has no engine of its own; otherwise None.
+        device: The device, given by tests; None to open the device that the settings name.
+        store: The store, given by tests; None to open the store that the settings name.
+        environ: The environment variables, which determine the folder of the default store.
+        external: Engines in other processes, which compute instead of an engine of the node; None
+            if the node has its own engine.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Node:
 
     @property
     def has_engine(self) -> bool:
-        """True if the node has an engine of its own, False if other processes compute."""
+        """True if the node has its own engine, False if engines in other processes compute."""
         return self._engine is not None
 
     @property
@@ -123,7 +124,8 @@ class Node:
         """The node's own engine.
 
         Raises:
-            NoEngineError: Engines in other processes compute.
+            NoEngineError: The node has no engine of its own, because engines in other processes
+                compute.
         """
         if self._engine is None:
             raise _no_engine()
@@ -134,7 +136,8 @@ class Node:
         """The description of the node's own engine: model identity, layout and tokenizer.
 
         Raises:
-            NoEngineError: Engines in other processes compute.
+            NoEngineError: The node has no engine of its own, because engines in other processes
+                compute.
         """
         if self._spec is None:
             raise _no_engine()
@@ -147,10 +150,10 @@ class Node:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open all parts of the node, and close them in reverse order after the body.
+        """Open all parts of the node, run the body, and close the parts in reverse order.
 
-        Closing cuts off running requests, waits for publishes and copies, and checks that no block
-        or lease was lost.
+        At the end of the body, running requests are cancelled, publishes and copies are awaited,
+        and the service checks that no block or lease was lost.
 
         Raises:
             StoreUnavailableError: The store does not answer.
@@ -175,9 +178,9 @@ class Node:
             self.device.close()
 
     async def verify(self) -> list[str]:
-        """Check the bookkeeping of blocks and leases; return a sentence for each fault found.
+        """Check the bookkeeping of blocks and leases; return one sentence for each fault found.
 
-        Engines in other processes that are attached to the node are checked, too.
+        The blocks of attached engines in other processes are checked too.
         """
         return self.service.verify() if self._external is None else await self._external.verify()
 
@@ -193,16 +196,17 @@ class Node:
     def prompt(
         self, tokens: bytes, tenant: str, media: Sequence[MediaItem] = (), adapter: str = ""
     ) -> Prompt:
-        """Return the prompt with these tokens, for the part of the cache of a tenant and adapter.
+        """Return a `Prompt` of these tokens, whose blocks belong to a tenant and an adapter.
 
         Args:
-            tokens: Tokens, packed as int32.
-            tenant: The tenant; "" is the node's own.
+            tokens: The token ids, as little-endian int32 bytes.
+            tenant: The tenant; "" for the node's own.
             media: Images, audio and video of the prompt.
             adapter: Name of the LoRA adapter; "" for none.
 
         Raises:
-            BadRequestError: An item of `media` lies beyond the prompt.
+            BadRequestError: The placeholder tokens of an item of `media` lie beyond the end of the
+                prompt.
         """
         space = self.space(tenant, adapter)
         return Prompt.of(tokens, self.settings.cache.block_size, media, space=space)
@@ -210,21 +214,21 @@ class Node:
     def request_name(self, request_id: str, tenant: str) -> str:
         """Return the scheduler's name for a request, made of the tenant's space and the id.
 
-        Two tenants may use the same id.
+        The name is unique even if two tenants use the same id.
 
         Args:
             request_id: The id that the caller gave.
-            tenant: The caller's tenant; "" is the node's own.
+            tenant: The caller's tenant; "" for the node's own.
         """
         return request_name(self.space(tenant), request_id)
 
     def space(self, tenant: str, adapter: str = "") -> str:
-        """Return the name of the space of a tenant and adapter; "" is the node's own space.
+        """Return the name of the space of a tenant and adapter; "" for the node's own space.
 
-        A space is a part of the cache that shares no block with other spaces.
+        A space is the part of the cache for one fingerprint; different spaces share no blocks.
 
         Args:
-            tenant: The tenant; "" is the node's own.
+            tenant: The tenant; "" for the node's own.
             adapter: Name of the LoRA adapter; "" for none.
         """
         if not (tenant or adapter):
@@ -248,12 +252,12 @@ class Node:
     def work(self) -> CallUnderWay:
         """Return a context manager that counts its body as a running request.
 
-        A shutdown waits for it.
+        A shutdown waits for running requests.
 
         Raises:
             NotReadyError: The node is still starting.
-            ShuttingDownError: The node is shutting down. Also raised in the body when a shutdown
-                cuts it off.
+            ShuttingDownError: The node is shutting down. The body gets this error too, if a
+                shutdown cancels it.
         """
         self.check_started()
         if self.is_draining:
@@ -261,29 +265,30 @@ class Node:
         return self._working.call()
 
     def call(self) -> CallUnderWay:
-        """Return a context manager as `work` does, but also while the node is shutting down.
+        """Return a context manager that counts its body as a running request, also in a shutdown.
 
-        This is for calls that concern requests which run already.
+        Use it for calls about requests that run already, such as an abort.
 
         Raises:
             NotReadyError: The node is still starting.
+            ShuttingDownError: Raised in the body, if a shutdown cancels it.
         """
         self.check_started()
         return self._working.call()
 
     def drain(self) -> None:
-        """Refuse new requests and report not ready; running requests continue."""
+        """Reject new requests and report not ready; running requests continue."""
         self.service.drain()
 
     def hurry(self) -> None:
-        """Cut off running requests at once, and stop waiting for publishes."""
+        """Cancel running publishes, and make `idle` cancel running requests at once."""
         self.service.publishings.give_up()
         self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:
         """Wait until no request runs.
 
-        Requests are cut off after `grace_s` seconds, or when `hurry` is called.
+        Requests that still run are cancelled after `grace_s` seconds, or once `hurry` is called.
         """
         await self._working.idle(grace_s=grace_s)
 
@@ -340,9 +345,9 @@ def principal_of(request: web.BaseRequest) -> Principal:
 
 
 async def explained(node: Node, caller: Principal, prompt: Prompt) -> Explanation:
-    """Explain which blocks of a prompt are cached, and why others are not.
+    """Explain which blocks of a prompt are cached, and why the first missing block is missing.
 
-    The explanation names other tenants that have the prompt only if the caller is an admin.
+    Only an admin learns that blocks are cached for another tenant, model or adapter.
 
     Args:
         node: The node.
@@ -360,7 +365,7 @@ async def explained(node: Node, caller: Principal, prompt: Prompt) -> Explanatio
 
 
 class Routes:
-    """The base class of a node's routes.
+    """The base class of classes whose methods are HTTP routes of a node.
 
     Args:
         node: The node.
@@ -373,7 +378,7 @@ class Routes:
         self._max_tokens = node.settings.node.max_prompt_tokens
 
     async def _read_prompt(self, request: web.BaseRequest, kind: type[P]) -> P:
-        """Decode the request's body; a long list of tokens is packed in a thread."""
+        """Decode the request's body, and pack a long list of tokens in a thread."""
         return await self._node.bodies.read(request, kind, self._pack)
 
     def _pack(self, body: P) -> P:
@@ -390,16 +395,15 @@ class Routes:
         return bodies.name_request(request, given)
 
     def _key(self, request: web.BaseRequest) -> Key:
-        """Return the caller's tenant and the id in the path."""
+        """Return the caller's tenant and the id in the request's path."""
         return principal_of(request).tenant, bodies.check_id(in_path(request, "id"), "the id")
 
     def _ticket_name(self, request: web.BaseRequest, ticket_id: str) -> str:
-        """Return the name under which the caller's ticket is stored: the tenant and `ticket_id`."""
+        """Return the name under which a ticket of the caller's tenant is stored."""
         tenant = principal_of(request).tenant
         return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)
 
     def _prompt(self, request: web.BaseRequest, body: PromptBody) -> Prompt:
-        """Return the prompt of `body`, in the space of the caller's tenant and the adapter."""
         tokens = body.packed(self._node.tokenizer, self._max_tokens)
         tenant = principal_of(request).tenant
         return self._node.prompt(tokens, tenant, body.media_items(), body.adapter)

@@ -1,4 +1,4 @@
-"""Pins by tenant and id. A pin keeps the cached blocks of a prompt from eviction for a time."""
+"""Pins by tenant and id. A pin protects the cached blocks of a prompt from eviction for a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ MAX_PINS = 10_000  # per tenant
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One pin, which keeps the cached blocks of a prompt from eviction.
+    """One pin, which protects the cached blocks of a prompt from eviction.
 
     Attributes:
         pin_id: Id of the pin within its tenant.
         num_blocks: Number of the prompt's leading blocks that are pinned; all are full blocks.
         prompt_tokens: Number of tokens of the prompt.
-        is_soft: True if the blocks may be evicted after all blocks without a pin.
+        is_soft: True if the blocks may be evicted after all blocks without a pin; False if they may
+            not be evicted at all.
         ends_at: End of the pin, in seconds of the clock of `PinBook`.
     """
 
@@ -35,6 +36,8 @@ class Pin:
 
 class PinBook:
     """The pins of all callers, by tenant and id.
+
+    The blocks of a session's last turn (one prompt and its answer) are pinned here too.
 
     Args:
         service: The service whose blocks are pinned.
@@ -55,7 +58,7 @@ class PinBook:
         self.num_other_turns = 0
 
     def put(self, key: Key, prompt: Prompt, ttl_s: float, *, is_soft: bool) -> Pin:
-        """Pin the cached blocks of `prompt`. A pin with the same key is replaced.
+        """Pin the cached blocks of `prompt`, in place of an earlier pin with the same key.
 
         Args:
             key: Tenant and id of the pin.
@@ -79,7 +82,7 @@ class PinBook:
         return pin
 
     def keep_turn(self, key: Key, prompt: Prompt, ttl_s: float) -> None:
-        """Pin the blocks of a session's last turn softly, in place of those of the turn before.
+        """Set a soft pin on the blocks of a session's last turn, in place of the turn before.
 
         If the tenant has `MAX_PINS` other pins, nothing is pinned, and no error is raised.
 
@@ -121,7 +124,7 @@ class PinBook:
         return pin
 
     def remove(self, key: Key) -> Pin:
-        """Remove and return the pin of `key`; its blocks may be evicted from now on.
+        """Remove the pin of `key` and return it; its blocks may be evicted from now on.
 
         Raises:
             UnknownIdError: There is no such pin, or it has ended.

@@ -24,15 +24,15 @@ _NOT_ASKED = "kv_hints has no action kv.fetch 1.0 of protocol 0.1"
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """One prefetch.
+    """The state of one prefetch.
 
     Attributes:
         key: Tenant and id of the prefetch.
         prompt_tokens: Number of tokens of the prompt.
-        task: The task that fetches the blocks.
-        state: Running, or the way in which the prefetch ended.
-        tokens: Range of the prompt's tokens whose blocks were fetched.
-        problem: Reason why no more blocks were fetched; None if there is none.
+        task: The task that fetches the blocks; None if nothing is fetched.
+        state: RUNNING, or the state in which the prefetch ended.
+        tokens: Positions of the prompt's tokens whose blocks were fetched.
+        problem: Reason why no more blocks were fetched; None if there is no such reason.
     """
 
     key: Key
@@ -53,7 +53,7 @@ class Prefetches:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Accept prefetches while the body runs, and cancel those that still run at its end."""
+        """Accept prefetches while the body runs, and cancel the unfinished ones after it."""
         now = asyncio.get_running_loop().time
         self._once: Once[Prefetch] = Once(max_answers=MAX_DONE, ttl_s=DONE_TTL_S, now=now)
         async with task_group() as self._tasks:
@@ -78,14 +78,14 @@ class Prefetches:
             key: Tenant and id of the prefetch.
             content: A digest of the call's content, which must be the same in all calls with this
                 key.
-            prompt: The prompt to fetch.
+            prompt: The prompt whose blocks are fetched.
             deadline_s: Seconds after which the prefetch ends with the blocks fetched so far.
-            is_asked: False to fetch nothing, because a router's hints do not ask for a prefetch.
+            is_asked: False if the call's router hints ask for no prefetch; nothing is fetched then.
 
         Raises:
             StoreUnavailableError: The node has no storage tier.
             TooManyError: `MAX_RUNNING` prefetches are running.
-            DuplicateRequestError: The key was used for other content.
+            DuplicateRequestError: An earlier call with this key had other content.
         """
         async with self._once.call(key, content, stays_open=is_asked) as call:
             if call.result is None:
@@ -125,7 +125,9 @@ class Prefetches:
         return prefetch
 
     def cancel(self, key: Key) -> Prefetch:
-        """Cancel the prefetch of `key`, unless it has ended; copies that have begun are completed.
+        """Cancel the prefetch of `key` if it is running, and return it.
+
+        Copies that have begun are completed.
 
         Raises:
             UnknownIdError: There is no such prefetch.

@@ -1,4 +1,4 @@
-"""The routes about a prompt's cached blocks: lookup, explain, prefetches, pins, and tickets."""
+"""The routes for the cached blocks of a prompt: lookup, explain, prefetches, pins, and tickets."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PrefetchRoutes(Routes):
         status=HTTPStatus.ACCEPTED,
     )
     async def begin(self, request: web.BaseRequest) -> web.Response:
-        """Start to fetch a prompt's blocks from storage to the host."""
+        """Start to fetch a prompt's blocks from storage to the host, and answer at once."""
         async with self._node.work():
             body = await self._read_prompt(request, PrefetchBody)
             key = (principal_of(request).tenant, self._request_id(request, body.request_id))
@@ -121,7 +121,7 @@ class PinRoutes(Routes):
 
     @Route("PUT", _PIN, Access.WRITE, body=PinBody, answer=PinAnswer)
     async def put(self, request: web.BaseRequest) -> PinAnswer:
-        """Keep a prompt's cached blocks from eviction for a time."""
+        """Pin a prompt's cached blocks: protect them from eviction for a time."""
         async with self._node.work():
             key = self._key(request)
             body = await self._read_prompt(request, PinBody)
@@ -131,7 +131,7 @@ class PinRoutes(Routes):
 
     @Route("GET", _PIN, Access.WRITE, answer=PinAnswer)
     async def get(self, request: web.BaseRequest) -> PinAnswer:
-        """Return the number of tokens that a pin keeps, and the seconds until its end."""
+        """Return the number of tokens that a pin protects, and the seconds until the pin ends."""
         self._node.check_started()
         return self._answer(self._node.pins.get(self._key(request)))
 
@@ -168,7 +168,7 @@ _STATES = {
 class TicketRoutes(Routes):
     @Route("GET", _TICKET, Access.WRITE, answer=TicketAnswer)
     async def get(self, request: web.BaseRequest) -> TicketAnswer:
-        """Return the current state of a hand-off ticket, by which a decode node claims a prompt."""
+        """Return the state of a hand-off ticket, by which a decode node claims a prompt."""
         async with self._node.call():
             return await self._state(request)
 
@@ -176,7 +176,7 @@ class TicketRoutes(Routes):
     async def forget(self, request: web.BaseRequest) -> TicketAnswer:
         """Delete a hand-off ticket, so that no decode node can claim its prompt.
 
-        The blocks that the ticket names stay in storage until they expire.
+        The prompt's blocks stay in storage until they expire.
         """
         async with self._node.call():
             answer = await self._state(request)

@@ -57,7 +57,7 @@ class NodeRoutes(Routes):
 
     @Route("POST", "/v1/resize", Access.ADMIN, body=ResizeBody, answer=TiersAnswer)
     async def resize(self, request: web.BaseRequest) -> TiersAnswer:
-        """Change the number of blocks of the device tier or host tier while the node runs."""
+        """Change the number of blocks of the device tier or the host tier while the node runs."""
         async with self._node.work():
             body = await self._node.bodies.read(request, ResizeBody)
             tier = _TIERS[body.tier]
@@ -77,7 +77,7 @@ class NodeRoutes(Routes):
 
     @Route("POST", "/v1/reset", Access.ADMIN, answer=ResetAnswer)
     async def reset(self, _: web.BaseRequest) -> ResetAnswer:
-        """Forget all blocks on device and host that no request or pin uses.
+        """Remove from device and host all blocks that no request or pin uses.
 
         Storage is unchanged.
         """
@@ -100,10 +100,10 @@ class NodeRoutes(Routes):
 
     @Route("DELETE", "/v1/blocks", Access.ADMIN, answer=ResetAnswer, query=(("storage", bool),))
     async def free(self, request: web.BaseRequest) -> ResetAnswer:
-        """Forget all blocks on device and host that no request or pin uses.
+        """Remove from device and host all blocks that no request or pin uses.
 
         With ?storage=true, also delete the stored blocks of this node's fingerprints. Other nodes
-        that share these blocks lose them, too.
+        that share the store lose these blocks too.
         """
         async with self._node.work():
             chosen = bodies.from_query(request, _Free)
@@ -127,7 +127,7 @@ class NodeRoutes(Routes):
 
     @Route("PUT", "/v1/tiers/storage", Access.ADMIN, body=StorageBody, answer=TiersAnswer)
     async def attach(self, request: web.BaseRequest) -> TiersAnswer:
-        """Replace the storage tier's store by another one."""
+        """Use another store as the storage tier, instead of the present one."""
         async with self._node.work():
             body = await self._node.bodies.read(request, StorageBody)
             try:
@@ -138,7 +138,7 @@ class NodeRoutes(Routes):
 
     @Route("DELETE", "/v1/tiers/storage", Access.ADMIN, answer=TiersAnswer)
     async def detach(self, _: web.BaseRequest) -> TiersAnswer:
-        """Detach the store; requests then run without a storage tier."""
+        """Stop using the store; requests then run without a storage tier."""
         self._node.check_started()
         self._node.service.detach_storage()
         return self._tiers()
@@ -167,8 +167,6 @@ MAX_LISTINGS = 16  # above it, the least recently read listing is dropped
 
 @dataclass(slots=True)
 class _Listing:
-    """A listing of cached blocks that a client reads page by page."""
-
     pending: list[IndexNode]
     at: int = 0
     num_pages: int = 0
@@ -176,10 +174,10 @@ class _Listing:
 
 
 class Listings:
-    """Listings of cached blocks that clients are reading, by cursor (the id of the next page).
+    """Listings of cached blocks that clients read in pages.
 
-    A cursor is valid only in this process. A block that is added, removed or moved while a client
-    reads may be missing, or be listed twice.
+    A cursor is the id of a page, and is valid only in this process. A block that is added, removed
+    or moved while a client reads a listing may be missing in it, or be listed twice.
     """
 
     def __init__(self) -> None:
@@ -192,7 +190,7 @@ class Listings:
 
         Args:
             index: The index of cached blocks.
-            events: The node's cache events, which know which blocks are in storage.
+            events: The node's cache events, which record the blocks that are in storage.
             cursor: Cursor from the page before; None for the first page.
             limit: Largest number of blocks on the page.
 
@@ -308,7 +306,10 @@ class QuotaRoutes(Routes):
         return bodies.check_id(in_path(request, "id"), "the tenant")
 
     def _known_space(self, request: web.BaseRequest) -> str:
-        """Return the name of the space of the tenant in the path, without creating one."""
+        """Return the name of the space of the tenant in the path.
+
+        Raise if the tenant has no space.
+        """
         space = self._node.service.tenants.known_space_of(self._tenant(request))
         if space is None:
             raise UnknownIdError(

@@ -48,14 +48,14 @@ from tierkv.transfer.tier import StoreState
 class LifeRoutes(Routes):
     @Route("POST", "/v1/drain", Access.ADMIN, answer=LifeAnswer)
     async def drain(self, _: web.BaseRequest) -> LifeAnswer:
-        """Refuse new requests, and let running requests finish."""
+        """Reject new requests, and let running requests finish."""
         self._node.check_started()
         self._node.drain()
         return self._life()
 
     @Route("POST", "/v1/pause", Access.ADMIN, answer=LifeAnswer)
     async def pause(self, _: web.BaseRequest) -> LifeAnswer:
-        """Let new requests wait until POST /v1/resume."""
+        """Let new requests wait until POST /v1/resume; running requests continue."""
         self._node.check_started()
         self._node.service.pause()
         return self._life()
@@ -131,10 +131,10 @@ class Health(Enum):
 
 
 async def health_of(node: Node) -> dict[str, Part]:
-    """Return by name the health of each part of the node, with a sentence about it.
+    """Return the health of each part of the node, with a sentence about it, by the part's name.
 
-    A failed store makes the node "degraded" and not unhealthy, because the node can compute instead
-    of fetching.
+    A failed store makes a node "degraded" and not "down", because the node can compute instead of
+    fetching.
     """
     device = node.device
     parts = {
@@ -166,10 +166,9 @@ def _of_service(node: Node) -> Part:
 
 
 async def _of_store(node: Node, state: StoreState) -> Part:
-    """Return the health of a store.
+    """Return the health of a store, after a ping if it is the store that all tenants share.
 
-    Only the store that tenants share is pinged, and not while its circuit breaker is open: the
-    breaker then sends its own probes.
+    A store whose circuit breaker is open is not pinged, because the breaker sends its own probes.
     """
     if state.has_open_circuit:
         return Health.DEGRADED, (
@@ -198,7 +197,7 @@ async def _of_store(node: Node, state: StoreState) -> Part:
 class StatusRoutes(Routes):
     @Route("GET", "/livez", Access.PUBLIC, answer=LiveAnswer)
     async def live(self, _: web.BaseRequest) -> LiveAnswer:
-        """Answer while the node's event loop runs, with the lag of the loop."""
+        """Return the lag of the node's event loop; an answer shows that the loop runs."""
         heartbeat = self._node.heartbeat
         return LiveAnswer(
             status=Health.OK.value,
@@ -252,7 +251,7 @@ class StatusRoutes(Routes):
 
     @Route("GET", "/v1/stats", Access.READ, answer=Stats)
     async def stats(self, _: web.BaseRequest) -> Stats:
-        """Return all counters of the node."""
+        """Return all counters of the node, by subject."""
         self._node.check_started()
         return self._node.service.stats()
 
@@ -271,7 +270,6 @@ class OpenApiRoutes:
 
     @cached_property
     def _document(self) -> bytes:
-        """The encoded document, made at the first request."""
         return msgspec.json.encode(document(self._table))
 
     @Route("GET", "/openapi.json", Access.READ, content_type=JSON)
@@ -299,7 +297,7 @@ _RUN_S = 0.0004  # pause per run of blocks read, 200 times its reading time
 class NodeLiveRoutes(Routes):
     """The data of the live page.
 
-    These routes are not a part of the API, and may change at any version.
+    These routes are not part of the API, and any version of tierkv may change them.
 
     Args:
         node: The node that the page shows.
@@ -318,9 +316,10 @@ class NodeLiveRoutes(Routes):
 
     @Route("GET", "/live/stream", Access.READ, content_type=EVENT_STREAM)
     async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Stream the node's figures, and the caller's own requests and cached prefixes.
+        """Stream the node's metrics, and the recent requests and cached prefixes.
 
-        The first event has the figures of the last minutes.
+        A caller that is not an admin gets only the requests and prefixes of its own tenant. The
+        first event has the metrics of the last minutes.
         """
         self._node.check_started()
         news = self._news(self._tenant_filter(request))
@@ -357,7 +356,7 @@ class NodeLiveRoutes(Routes):
         return tenant is None or self._node.service.tenant_of(space) == tenant
 
     def _news(self, tenant: str | None) -> Iterator[list[tuple[str, bytes]]]:
-        """Yield, at each `next`, the events that the open page has not received yet."""
+        """Yield, at each `next`, the events that one open page has not received yet."""
         timelines, version, refreshed = self._node.service.timelines, 0, 0
         while True:
             news = []
@@ -371,7 +370,6 @@ class NodeLiveRoutes(Routes):
             yield news
 
     def _changed_requests(self, tenant: str | None, version: int) -> bytes:
-        """Return the encoded requests that changed after `version`, of one tenant or all."""
         wall = time.time() - asyncio.get_running_loop().time()
         changed = self._node.service.timelines.since(version)
         return msgspec.json.encode(
@@ -379,7 +377,6 @@ class NodeLiveRoutes(Routes):
         )
 
     def _visible_prefixes(self, tenant: str | None) -> bytes:
-        """Return the encoded tree of cached prefixes, of one tenant or all."""
         places = {-1: -1}
         visible: list[Prefix] = []
         for at, one in enumerate(self._prefixes):

@@ -1,4 +1,4 @@
-"""The routes that compute: generate, prefill and decode, with a whole or a streamed answer."""
+"""The routes that compute: generate, prefill and decode, with a complete or a streamed answer."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ from tierkv.tokenizers import AnswerDecoder, Tokenizer
 
 
 class _Stream:
-    """The tokens of one answer on their way to the client.
+    """The stream of one answer to a client.
 
-    Tokens that a slow client has not read are kept, so that it does not slow the engine down.
+    Tokens wait here until the client reads them, so that a slow client does not slow the engine
+    down.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class _Stream:
         self._is_over = False
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = (), /) -> None:
-        """Accept all tokens generated so far, of which the last ones are new."""
+        """Accept all tokens generated so far, and queue those that are new."""
         # A request that is computed again repeats its tokens: only later ones are new.
         known = len(self._tokens)
         new = tokens[known:]
@@ -77,19 +78,19 @@ class _Stream:
         self._changed.set()
 
     def add_all(self, answer: GenerateAnswer) -> None:
-        """Accept all tokens of a complete answer, which an earlier call may have computed."""
+        """Accept a complete answer, and queue its tokens that are new."""
         known = len(self._tokens)
         self._tokens += answer.tokens[known:]
         self._logprobs += (answer.logprobs or ())[known:]
         self._changed.set()
 
     def end(self) -> None:
-        """Let `send` return once it has sent the accepted tokens."""
+        """Make `send` return once it has sent all accepted tokens."""
         self._is_over = True
         self._changed.set()
 
     async def send(self) -> None:
-        """Send accepted tokens until `end` is called and all are sent."""
+        """Send accepted tokens until `end` is called and all tokens are sent."""
         sent = 0
         try:
             while not self._is_over or sent < len(self._tokens):
@@ -106,7 +107,7 @@ class _Stream:
                 self.scope.reschedule(asyncio.get_running_loop().time())
 
     async def done(self, answer: GenerateAnswer | None) -> web.StreamResponse:
-        """Send the text held back as a possible start of a stop text, and then the answer."""
+        """Send the text that the decoder holds back, and then `answer` as the event "done"."""
         if rest := self._decoder.rest():
             await self._tokens_event((), (), rest=rest)
         return await self.event("done", msgspec.json.encode(answer))
@@ -123,7 +124,7 @@ class _Stream:
         await self.event("tokens", msgspec.json.encode(body))
 
     async def event(self, event: str, data: bytes) -> web.StreamResponse:
-        """Send one server-sent event; the first one sends the HTTP headers before."""
+        """Send one server-sent event. The HTTP headers are sent before the first event."""
         self.response = self.response or await open_stream(self._request)
         await write(self.response, b"event: %b\ndata: %b\n\n" % (event.encode(), data))
         return self.response
@@ -131,13 +132,13 @@ class _Stream:
 
 @dataclass(slots=True)
 class Answering:
-    """One call of a computing route, until it is answered.
+    """One call of a route that computes, until the call is answered.
 
     Attributes:
         job: The request to the engine.
-        made: The answer; None until this call, or an earlier call with the same id, has computed
-            it.
-        response: The stream that the answer was sent on; None if it is not streamed.
+        made: The complete answer; None until this call, or an earlier call with the same id, has
+            computed it.
+        response: The stream on which the answer was sent; None if the answer is not streamed.
     """
 
     job: GenerateRequest
@@ -146,7 +147,7 @@ class Answering:
 
     @property
     def result(self) -> web.StreamResponse | GenerateAnswer:
-        """The stream if the answer was streamed, otherwise the answer."""
+        """The stream on which the answer was sent, or the answer if it is not streamed."""
         found = self.response or self.made
         assert found is not None, "the body of `with` makes it"
         return found
@@ -156,14 +157,15 @@ class Answering:
 async def streaming(
     request: web.BaseRequest, answer: Answering, tokenizer: Tokenizer
 ) -> AsyncIterator[None]:
-    """Stream the tokens of `answer.job` while the body computes the answer.
+    """Stream the tokens of `answer.job` to the client while the body computes the answer.
 
     If the client disconnects, the body is cancelled. An error of the body is raised if nothing has
-    been sent yet; otherwise it is sent to the client as an event.
+    been sent yet; otherwise it is sent to the client as the event `error`.
 
     Args:
         request: The HTTP request to answer.
-        answer: The call; its `job` and `response` are set here.
+        answer: The call. Its `job` is replaced by one that reports tokens, and its `response` is
+            set.
         tokenizer: The tokenizer of the model.
 
     Raises:
@@ -198,8 +200,6 @@ async def streaming(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The content of one request body."""
-
     operation: str
     request_id: str
     tenant: str
@@ -212,7 +212,7 @@ class _Asked:
 class WorkRoutes(Routes):
     @Route("POST", "/v1/tokenize", Access.READ, body=TokenizeBody, answer=TokenizeAnswer)
     async def tokenize(self, request: web.BaseRequest) -> TokenizeAnswer:
-        """Return the tokens that the model's tokenizer makes of a text or a chat."""
+        """Return the tokens of a text or a chat, made by the model's tokenizer."""
         async with self._node.work():
             tokenizer = self._node.spec.tokenizer
             body = await self._node.bodies.read(request, TokenizeBody)
@@ -331,7 +331,7 @@ class WorkRoutes(Routes):
         return _Asked(operation, request_id, tenant, content, job, prompt, session_id)
 
     def _keep_turn(self, asked: _Asked, answer: GenerateAnswer | None) -> None:
-        """Pin the blocks of prompt and answer softly, for the next turn of the session."""
+        """Set a soft pin on the blocks of prompt and answer, for the next turn of the session."""
         if asked.session_id is None or answer is None:
             return
         prompt = asked.prompt
@@ -345,7 +345,7 @@ class WorkRoutes(Routes):
     async def _answering(
         self, request: web.BaseRequest, asked: _Asked, *, streams: bool
     ) -> AsyncIterator[Answering]:
-        """Provide a call, whose body must compute the answer unless an earlier call has done so."""
+        """Yield a call; the body must compute the answer if no earlier call has done this."""
         answer = Answering(asked.job)
         key = (asked.operation, asked.tenant, asked.request_id)
         async with (

@@ -76,14 +76,14 @@ log = logging.getLogger(__name__)
 
 
 def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
-    """Run a node until SIGTERM or SIGINT, and return once all its parts are closed.
+    """Run a node until SIGTERM or SIGINT, and return once all parts of the node are closed.
 
     Args:
         settings: The node's settings.
-        announce: Called with the node's URL once it answers requests.
+        announce: Called with the node's URL once the node answers requests.
 
     Raises:
-        TierKVError: The node could not start, or failed; nothing is left open.
+        TierKVError: The node could not start, or failed. All parts are closed.
     """
     make_room_for(settings.node.max_connections)
     with open_listeners(settings.node, asks_callers=bool(settings.auth.file)) as listeners:
@@ -116,7 +116,7 @@ async def _serve_engines(
     announce: Callable[[str], None],
     last_resort: LastResort,
 ) -> None:
-    """Wait for the first engine in another process, take its layout, and run a node."""
+    """Wait until the first engine connects, and run a node with the layout of that engine."""
     # This import takes 30 ms: only a node with an engine socket needs it.
     from tierkv.embed.external import EngineListener, ExternalEngines  # noqa: PLC0415
     from tierkv.embed.host_side import HostSizes  # noqa: PLC0415
@@ -125,7 +125,7 @@ async def _serve_engines(
     guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
 
     def why_not(token: str) -> str:
-        """Return the reason to reject an engine; "" to accept it.
+        """Return the reason to reject an engine with this token; "" to accept the engine.
 
         Only admins are accepted, because an engine can read the host blocks of all tenants.
         """
@@ -158,12 +158,12 @@ async def _serve_engines(
 
 @contextmanager
 def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[list[socket.socket]]:
-    """Provide the listening sockets of `settings`, TCP first, and close them after the body.
+    """Yield the listening sockets of `settings`, TCP first, and close them after the body.
 
     Args:
         settings: The addresses.
-        asks_callers: True if every caller is authenticated. Only then may other machines reach the
-            node, unless allow_insecure_bind is set.
+        asks_callers: True if every caller is authenticated. If False, the address must be one that
+            only this machine can reach, except with allow_insecure_bind.
 
     Raises:
         ConfigError: A socket cannot be opened.
@@ -178,7 +178,6 @@ def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[lis
 
 
 def _why_left(node: Node) -> str:
-    """Return the reason, for the log, why closing the node took too long."""
     failure, limit_s = node.service.failure, node.settings.node.close_limit_s
     why = "" if failure is None else f", which closes after a failure ({failure})"
     return (
@@ -201,17 +200,19 @@ async def serve(
     announce: Callable[[str], None],
     last_resort: LastResort,
 ) -> None:
-    """Run `node` and answer requests on `listeners` until a signal; wait for running publishes.
+    """Run `node` and answer requests on `listeners` until SIGTERM or SIGINT, then shut down.
+
+    The shutdown waits for running requests and publishes.
 
     Args:
         node: The node.
         listeners: Listening sockets.
-        announce: Called with the node's URL once it answers requests.
+        announce: Called with the node's URL once the node answers requests.
         last_resort: Kills the process if closing takes too long.
 
     Raises:
-        ServiceFailedError: The node's cache service failed. The process must end, because the node
-            rejects all further requests.
+        ServiceFailedError: The node's cache service failed and rejects all further requests: the
+            caller must end the process.
     """
     last_resort.why = partial(_why_left, node)
     grace_s = node.settings.node.drain_grace_s
@@ -238,7 +239,7 @@ async def serve(
 
 
 def listening(node: Node, *listeners: socket.socket) -> AbstractAsyncContextManager[str]:
-    """Answer requests for `node` on `listeners` while the context is open; provide the first URL.
+    """Return a context manager that answers requests for `node` and yields the first URL.
 
     Args:
         node: The node; it must be running before the first request arrives.

@@ -24,9 +24,9 @@ NO_STORAGE = "none"
 
 
 class Role(Enum):
-    """The part of a request that a node is for: prefill, decode or both.
+    """The phase of a request that a node computes: prefill, decode or both.
 
-    A node of any role can also generate an answer to a prompt by itself.
+    A node of any role also answers /v1/generate, for which it computes both phases.
     """
 
     PREFILL = "prefill"  # computes prompts and publishes them
@@ -45,7 +45,7 @@ class Role(Enum):
 class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The node and its addresses.
 
-    role: the part of a request that the node is for: prefill, decode or both.
+    role: the phase of a request that the node computes: prefill, decode or both.
     name: a name for people, in logs, tickets and metrics; "" for role@host:port.
     engine: name of the engine that computes: reference or transformers. Ignored if engine_socket is
     set.
@@ -55,13 +55,14 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
     second GPU.
     close_limit_s: seconds that closing may take after the drain. Then the process ends with exit
     status 1, even if a store or a device that hangs still uses the node's memory.
-    session_ttl_s: seconds after a turn of a session in which its blocks are evicted after all other
-    blocks; 0 to evict them as any block.
+    session_ttl_s: seconds for which the blocks of a session's last turn are evicted only after all
+    other blocks; 0 to evict them like all other blocks.
     unix_socket: path of a Unix socket to listen on in addition; "" for none.
     listens_tcp: false to listen on the Unix socket only.
     engine_socket: path of the Unix socket to which engines in other processes connect; "" for none.
-    The node then keeps their KV, and has no engine of its own. The socket's directory should be
-    private. One block of cache.host_blocks then has room for all layers of the engines.
+    The node then keeps the KV of these engines, and has no engine of its own. The socket's
+    directory should be private. cache.host_blocks then counts blocks of the engines, each with the
+    KV of all layers.
     """
 
     role: Role = Role.BOTH
@@ -134,7 +135,7 @@ class NodeSettings(EngineTables, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def default_storage_url(environ: Mapping[str, str]) -> str:
-    """Return the URL of the default file store: $XDG_CACHE_HOME/tierkv/store, or below ~/.cache.
+    """Return the URL of the default file store, in $XDG_CACHE_HOME/tierkv/store or below ~/.cache.
 
     Raises:
         ConfigError: The user has no home directory.
@@ -156,7 +157,7 @@ _QUERY = re.compile(r"(?<=[?&])([^=&#]+)=[^&#]*")
 
 
 def masked(settings: msgspec.Struct) -> dict[str, dict[str, Any]]:
-    """Return all settings by table, with passwords and other secrets masked."""
+    """Return all settings by table, in which passwords and other secrets are masked."""
     plain: dict[str, dict[str, Any]] = msgspec.to_builtins(settings)
     return {table: _masked(fields) for table, fields in plain.items()}
 

@@ -46,7 +46,7 @@ class MediaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         start: Position in the prompt of the first placeholder token.
         num_tokens: Number of placeholder tokens.
-        hash: Hash of the content and its shape: 16 to 64 bytes in hexadecimal.
+        hash: Hash of the content and of its shape: 16 to 64 bytes, in hexadecimal.
     """
 
     start: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -61,10 +61,10 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         prompt: The text.
         tokens: A list of token ids, or the ids as bytes of 32-bit little-endian integers (base64 in
             JSON).
-        media: Images, audio and video of the prompt. Prompts share a block only if they have the
-            same media in it.
+        media: Images, audio and video of the prompt. Prompts share a block only if the block has
+            the same media in both. An engine may support no media.
         adapter: Name and revision of the LoRA adapter; "" for none. Prompts with different adapters
-            share no block. An engine may support neither media nor adapters.
+            share no block. An engine may support no adapters.
     """
 
     prompt: str | None = None
@@ -76,17 +76,17 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return [MediaItem(one.start, one.num_tokens, bytes.fromhex(one.hash)) for one in self.media]
 
     def packed(self, tokenizer: Tokenizer | None, max_tokens: int = 2**31 - 1) -> bytes:
-        """Return the prompt's tokens, packed as int32.
+        """Return the prompt's token ids, as little-endian int32 bytes.
 
         Args:
             tokenizer: The tokenizer of the node's engine; None if the node has none.
             max_tokens: Largest allowed number of tokens.
 
         Raises:
-            FieldError: Neither or both of `prompt` and `tokens` are given, or the node has no
-                tokenizer for a text.
+            FieldError: Neither or both of `prompt` and `tokens` are given, or the prompt is a text
+                and the node has no tokenizer.
             BadRequestError: A token is out of range.
-            RequestTooLargeError: The prompt has more tokens than allowed.
+            RequestTooLargeError: The prompt has more than `max_tokens` tokens.
         """
         given = self.tokens if self.prompt is None else self.prompt
         if given is None or (self.prompt is not None and self.tokens is not None):
@@ -124,7 +124,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         prompt: The text.
-        messages: The messages of a chat, of which the model's chat template makes one text.
+        messages: The messages of a chat. The model's chat template turns them into one text.
     """
 
     prompt: str | None = None
@@ -138,7 +138,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return sum(len(message.content) for message in self.messages)
 
     def encoded(self, tokenizer: Tokenizer) -> bytes:
-        """Return the tokens, packed as little-endian int32.
+        """Return the token ids, as little-endian int32 bytes.
 
         Raises:
             FieldError: Neither or both of `prompt` and `messages` are given.
@@ -155,8 +155,8 @@ class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of a text or a chat.
 
     Attributes:
-        tokens: The tokens, in a form that other routes accept: bytes of 32-bit little-endian
-            integers (base64 in JSON).
+        tokens: The token ids, as bytes of 32-bit little-endian integers (base64 in JSON). Other
+            routes accept a prompt in this form.
         num_tokens: Number of tokens.
     """
 
@@ -173,17 +173,17 @@ class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         temperature, top_k, seed, top_p, min_p, repetition_penalty, presence_penalty,
-            frequency_penalty: Sampling parameters, with the meaning that vLLM gives them.
+            frequency_penalty: Sampling parameters, with the same meaning as in vLLM.
         ignore_eos: True to continue after tokens that end an answer.
-        min_tokens: Number of tokens before which no token that ends an answer is chosen.
+        min_tokens: Number of tokens at the start of the answer in which the answer cannot end.
         logprobs: Number of most likely tokens whose log probabilities are returned with each token;
             null to return no log probabilities.
         request_id: Id of the request; a repeated call with the same id gets the same answer. null
             for a new id.
-        session_id: Id of the session (conversation) that the request is a turn of. The blocks of
-            its last turn are evicted after other blocks for a time.
-        kv_hints: A router's hints. A hint to fetch the prompt has no effect here, because the node
-            looks for every prompt in storage anyway.
+        session_id: Id of the session (conversation) to which the request belongs. For some time,
+            the blocks of the session's last turn are evicted only after all other blocks.
+        kv_hints: Hints of a request router about the KV of the prompt. A hint to fetch the prompt
+            has no effect here, because the node looks for every prompt in storage anyway.
         stream: True to send tokens as server-sent events as soon as they are computed.
     """
 
@@ -226,9 +226,10 @@ class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         max_tokens: Largest number of tokens to generate.
-        use_cache: False to use no cached blocks and cache none.
-        answered_tokens: Number of tokens at the end of the prompt that are the beginning of the
-            answer. The text of a stream continues after them.
+        use_cache: False to compute the whole prompt without cached blocks, and to cache no blocks.
+        answered_tokens: Number of tokens at the end of the prompt that are already a part of the
+            answer, generated by an earlier call. Streamed text starts after the text of these
+            tokens.
         stop: Texts that end the answer, and are not included in its text.
     """
 
@@ -243,8 +244,8 @@ class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         ticket_id: Id by which the decode node claims the prompt; null to use the request's id.
-        wait: The moment of the answer: once the prompt is published, or once the first token is
-            computed.
+        wait: "published" to answer once the prompt is published, "nothing" to answer once the first
+            token is computed.
     """
 
     ticket_id: str | None = None
@@ -259,8 +260,9 @@ class DecodeBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         ticket_id: Id under which the prefill node published the prompt.
         max_tokens: Largest number of tokens to generate.
-        policy: Whether all tokens of the prompt must be loaded, or this node may compute the
-            missing ones.
+        policy: Rule for tokens of the prompt that cannot be fetched: "whole" to fail, "recompute"
+            to compute them on this node, "recompute_all" to compute the whole prompt without
+            looking for a ticket.
         deadline_s: Seconds to wait for the prompt to be published; null for the node's setting.
         stop: Texts that end the answer, and are not included in its text.
     """
@@ -281,18 +283,18 @@ def job_of(
     *,
     uses_cache: bool = True,
 ) -> GenerateRequest:
-    """Return the engine's request for a body.
+    """Return the request to the engine that the body of a call describes.
 
     Args:
-        body: The body of a call.
+        body: The body of the call.
         spec: The description of the node's engine.
-        name: The scheduler's name of the request.
-        prompt: The body's prompt.
+        name: The scheduler's name for the request.
+        prompt: The prompt of the body.
         max_tokens: Largest number of tokens to generate.
-        uses_cache: False to use no cached blocks and cache none.
+        uses_cache: False to compute the whole prompt without cached blocks, and to cache no blocks.
 
     Raises:
-        FieldError: The engine does not support the body's media or adapter.
+        FieldError: The body has media or an adapter that the engine does not support.
         BadRequestError: A value is out of range.
     """
     if (body.media and not spec.takes_media) or (body.adapter and not spec.takes_adapters):
@@ -316,7 +318,8 @@ def job_of(
 class MatchedTokens(msgspec.Struct, frozen=True):
     """The number of prompt tokens found on each tier; a token on several tiers is counted once.
 
-    `direct` is the number of tokens read from another node's memory instead of from storage.
+    Attributes:
+        direct: Number of tokens read from another node's memory instead of from storage.
     """
 
     device: int
@@ -335,7 +338,7 @@ class MatchedTokens(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token that could have been chosen at a position of an answer, and its log probability."""
+    """A candidate token at one position of an answer, with its text and its log probability."""
 
     token: int
     text: str
@@ -348,8 +351,8 @@ class Logprobs(msgspec.Struct, frozen=True):
     Sampling parameters such as the temperature have no effect on them.
 
     Attributes:
-        chosen: The token of the answer.
-        top: The most likely tokens, in descending order.
+        chosen: The token of the answer at this position.
+        top: The most likely tokens at this position, in descending order.
     """
 
     chosen: TokenLogprob
@@ -359,7 +362,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 def with_texts(
     tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], tokenizer: Tokenizer
 ) -> tuple[Logprobs | None, ...] | None:
-    """Return the log probabilities of an answer, with the texts of the tokens.
+    """Return the log probabilities of an answer, with the text of each token.
 
     Args:
         tokens: The tokens of the answer.
@@ -367,7 +370,8 @@ def with_texts(
         tokenizer: The tokenizer of the model.
 
     Returns:
-        One entry per token of the answer; None if `logprobs` is empty.
+        One entry per token of the answer, None for a token without log probabilities; None as a
+            whole if `logprobs` is empty.
     """
 
     def named(token: int, logprob: float) -> TokenLogprob:
@@ -386,7 +390,8 @@ def with_texts(
 class TokensEvent(msgspec.Struct, frozen=True):
     """An event of a stream: the next tokens of the answer.
 
-    The last event may have no tokens, only the text of an unfinished character.
+    The last event may have only text, and no tokens: text that was held back because it was an
+    incomplete character or could begin a stop text.
 
     Attributes:
         tokens: The tokens after those of earlier events.
@@ -409,13 +414,14 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         text: The text of the answer.
         tokens: The tokens of the answer.
         prompt_tokens: Number of tokens of the prompt.
-        computed_tokens: Number of prompt tokens that were computed because they were not cached.
+        computed_tokens: Number of prompt tokens that this node computed.
         matched: Number of prompt tokens found on each tier.
-        load_problem: Reason why cached tokens were computed instead of loaded; null if all were
-            loaded.
-        queue_s: Seconds until the request had its blocks.
-        time_to_first_token_s: Seconds until the first token.
-        total_s: Seconds until the last token.
+        load_problem: Reason why cached tokens were computed instead of loaded; null if there was no
+            such problem.
+        queue_s: Seconds from the call until the request was admitted, including the fetch from
+            storage and the wait for a ticket.
+        time_to_first_token_s: Seconds from the call until this node computed its first token.
+        total_s: Seconds from the call until the last token.
         finish_reason: "length" if max_tokens was reached, "stop" if the model or a stop text ended
             the answer.
         logprobs: Log probabilities of each token, null for tokens that the prefill node generated;
@@ -440,7 +446,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         """Return the answer to a request.
 
         Args:
-            request_id: The request's id.
+            request_id: Id of the request.
             generation: The engine's result.
             tokenizer: The tokenizer of the model.
         """
@@ -466,7 +472,7 @@ class DecodeAnswer(GenerateAnswer, frozen=True, kw_only=True):
     Attributes:
         ticket_id: Id of the ticket, as given in the request.
         producer: The node that published the prompt; null if this node found no usable ticket and
-            computed the prompt itself.
+            computed the prompt.
         first_tokens: The first tokens of the answer, which the producer generated.
     """
 
@@ -494,16 +500,19 @@ class DecodeAnswer(GenerateAnswer, frozen=True, kw_only=True):
 
 
 class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
-    """The outcome of a prefill. Fields about the publish are null if the call did not wait for it.
+    """The outcome of a prefill.
+
+    If the call did not wait for the publish, present_blocks, early_blocks, flushed_bytes and
+    expires_at are null.
 
     Attributes:
         tokens, text: The first token.
         ticket_id: Id of the ticket, by which a decode node claims the prompt.
         num_blocks: Number of blocks of the prompt, including a partial last block.
         tail_tokens: Number of tokens in the partial last block; 0 if there is none.
-        present_blocks: Number of the prompt's blocks that were in storage before.
+        present_blocks: Number of the prompt's blocks that were in storage before the publish.
         early_blocks: Number of the prompt's blocks that were stored while the prompt was computed.
-        flushed_bytes: Number of bytes that were written to storage.
+        flushed_bytes: Number of bytes that the publish wrote to storage.
         expires_at: Time at which the ticket expires, in Unix seconds.
     """
 
@@ -523,8 +532,8 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
 
         Args:
             answer: The first token.
-            prefilled: The engine's result, which has the outcome of the publish if the call waited
-                for it.
+            prefilled: The engine's result. It includes the outcome of the publish if the call
+                waited for the publish.
             ticket_id: Id of the ticket, as given in the request.
             block_size: Number of tokens per block.
         """
@@ -562,8 +571,8 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
         """Return the answer to a lookup.
 
         Args:
-            request_id: The request's id.
-            found: The numbers of tokens that were found.
+            request_id: Id of the request.
+            found: The number of tokens found on each tier.
         """
         return LookupAnswer(request_id=request_id, **asdict(found))
 
@@ -601,7 +610,7 @@ class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         heartbeat_age_s: Seconds since the lag of the loop was last measured, normally at most 0.05;
             null while the node starts.
-        worst_lag_s: Longest lag of the loop in the last minute, in seconds.
+        worst_lag_s: Longest lag of the loop within the last minute, in seconds.
     """
 
     status: str
@@ -610,14 +619,14 @@ class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionAnswer(msgspec.Struct, frozen=True):
-    """The version of the node and of its KV.
+    """The version of the node, and the identity of its KV.
 
     Attributes:
         version: Version of tierkv.
         name: Name of the node.
         role: Prefill, decode or both.
         fingerprint: Fields in which two nodes must agree to share blocks.
-        stored_under: Prefix of the names of stored blocks.
+        stored_under: Prefix of the names of the node's stored blocks.
         model: Name of the model's directory or file; "" if the node was started without a path.
     """
 
@@ -644,11 +653,11 @@ class PrefetchBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     """A request to fetch a prompt's blocks from storage to the host.
 
     Attributes:
-        request_id: Id of the prefetch; a repeated call with the same id and body starts no second
-            one.
+        request_id: Id of the prefetch; null for a new id. A repeated call with the same id and body
+            starts no second prefetch.
         deadline_s: Seconds after which the prefetch ends with the blocks fetched so far.
-        kv_hints: A router's hints. If they are given, the prompt is fetched only if a hint asks for
-            it.
+        kv_hints: Hints of a request router. If hints are given, the prompt is fetched only if one
+            of them asks for this.
     """
 
     request_id: str | None = None
@@ -669,6 +678,7 @@ class PrefetchAnswer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         first_token: Position in the prompt of the first fetched token.
         fetched_tokens: Number of tokens whose blocks were fetched from storage to the host.
+        problem: Reason why no more blocks were fetched; null if there is no such reason.
     """
 
     prefetch_id: str
@@ -680,7 +690,7 @@ class PrefetchAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PinBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request to keep the cached blocks of a prompt from eviction.
+    """A request to protect the cached blocks of a prompt from eviction.
 
     Attributes:
         ttl_s: Seconds until the pin ends.
@@ -692,7 +702,7 @@ class PinBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class PinAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A pin, which keeps the cached blocks of a prompt from eviction.
+    """A pin, which protects the cached blocks of a prompt from eviction.
 
     Attributes:
         num_tokens: Number of leading tokens of the prompt that are pinned, in whole blocks.
@@ -719,7 +729,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 class TicketState(Enum):
     """The state of a hand-off ticket, by which a decode node claims a published prompt.
 
-    OPEN: the prompt is being published, and the ticket is not written yet. WHOLE: the prompt is
+    OPEN: The prompt is being published; the ticket is not written yet. WHOLE: The prompt is
     published, and a decode node can claim it.
     """
 
@@ -741,7 +751,7 @@ class TicketAnswer(msgspec.Struct, frozen=True, kw_only=True):
         detail: The reason of the state in words; "" if there is none.
         num_tokens, num_blocks: Number of tokens and of blocks of the prompt.
         present_blocks: Number of the prompt's leading blocks that are in storage; null if the node
-            did not look for them.
+            did not ask the store.
         producer: The node that published the prompt.
         claimer: The node that claimed the prompt.
         expires_at: Time at which the ticket expires, in Unix seconds.
@@ -794,7 +804,7 @@ class StorageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The largest number of blocks that a tenant may have on each tier; null for no limit.
 
-    A tenant above its quota evicts its own blocks.
+    If a quota is full, new blocks of the tenant replace older blocks of the same tenant.
     """
 
     device_blocks: Count | None = None
@@ -818,7 +828,8 @@ class ResizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A new capacity of a tier.
 
     Attributes:
-        blocks: New capacity in blocks; at most the number for which the tier has memory.
+        blocks: New capacity in blocks, at most the number for which memory was allocated at the
+            start.
         deadline_s: Seconds to wait for blocks in use, if the new capacity is smaller.
     """
 
@@ -828,7 +839,7 @@ class ResizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class LifeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the node in its life cycle, and the numbers of its requests."""
+    """The state of the node (draining, paused, asleep), and the numbers of its requests."""
 
     is_draining: bool
     is_paused: bool
@@ -841,8 +852,8 @@ class ResetAnswer(msgspec.Struct, frozen=True):
     """The outcome of a reset.
 
     Attributes:
-        held_copies: Number of block copies that were not forgotten, because requests or pins use
-            them.
+        held_copies: Number of block copies on device and host that were not removed, because
+            requests, pins or running copies use them.
         removed_values: Number of values that were deleted from storage.
     """
 
@@ -854,10 +865,10 @@ class SleepBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A request to free the device's memory.
 
     Attributes:
-        keep_blocks: True to copy blocks that are only on the device to the host, as far as it has
-            room.
-        deadline_s: Seconds to wait for running requests. If some still run then, the call fails,
-            and nothing has changed.
+        keep_blocks: True to copy blocks that are only on the device to the host, until the host is
+            full.
+        deadline_s: Seconds to wait for running requests. If some still run after that, the call
+            fails and changes nothing.
     """
 
     keep_blocks: bool = True
@@ -879,12 +890,12 @@ class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         digest: Key of the block, in hexadecimal; "" for a partial block.
-        space: Name of the space (model, adapter, tenant) in which the block is shared; "" for the
-            node's own.
-        index: Number of blocks before this one in its prompts.
+        space: Name of the space (part of the cache for one model, adapter and tenant) that has the
+            block; "" for the node's own.
+        index: Number of blocks before this one in each prompt that has the block.
         is_tail: True for a partial block at the end of a prompt.
         device, host: State of the block's copy on the tier: absent, incoming or ready.
-        is_stored: True if the node assumes that the block is in storage, without asking the store.
+        is_stored: True if the node assumes, without asking the store, that the block is in storage.
         is_held: True if a request or a pin uses the block, so that it cannot be evicted.
         hits: Number of times that a prompt matched the block.
     """
@@ -916,9 +927,9 @@ class ConfigAnswer(msgspec.Struct, frozen=True):
 
     Attributes:
         settings: Settings by table; secrets are masked.
-        roots: By space, the digest that the first block of a prompt has as its parent, in
-            hexadecimal; "" is the node's own space. A reader of KV events needs it to compute the
-            keys of a prompt's blocks.
+        roots: By the name of each space ("" is the node's own), its root in hexadecimal. The root
+            takes the place of the previous block's key for the first block of a prompt. Readers of
+            KV events need it to compute the keys of a prompt's blocks.
     """
 
     settings: dict[str, dict[str, Any]]

@@ -410,8 +410,6 @@ async def probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> As
 
 
 class _Probe:
-    """The regular probe of one node."""
-
     def __init__(
         self, node: BackendNode, nodes: Nodes, calls: NodeCalls, settings: HealthSection
     ) -> None:

@@ -158,8 +158,6 @@ class _Tokens(msgspec.Struct):
 
 
 class _Matched(msgspec.Struct):
-    """Number of prompt tokens that a node found on each tier."""
-
     device: int
     host: int
     storage: int

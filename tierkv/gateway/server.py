@@ -220,7 +220,6 @@ class _Writer:
         await self.write_line(msgspec.json.encode(piece))
 
     async def write_line(self, line: bytes) -> None:
-        """Send `line` as one server-sent event."""
         if self._response is None:
             self._response = await open_stream(self.request)
         await write(self._response, b"data: %b\n\n" % line)

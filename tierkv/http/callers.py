@@ -479,7 +479,6 @@ class Guard:
 
 
 def _token_of(given: list[str]) -> bytes:
-    """Return the bearer token in the request's Authorization headers, as bytes."""
     if len(given) > 1:
         raise UnauthenticatedError(
             "the request has several Authorization headers: send one", was_given=True
