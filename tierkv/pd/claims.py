@@ -1,7 +1,7 @@
 """The decode node's side of a hand-off: wait for a ticket, fetch its blocks, report problems.
 
-A ticket is the message of a prefill node, kept in storage, that a prompt's blocks are stored. If
-the host has little room, blocks are fetched in portions, a few at a time.
+A ticket is the record in storage by which a prefill node says that all blocks of a prompt are
+stored. If the host has little room, blocks are fetched in portions, a few at a time.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class Watch:
     """The wait of one claim for its ticket.
 
     Args:
-        tickets: reads the node's tickets.
+        tickets: reads tickets from the store.
         ticket_id: id of the ticket.
-        prompt: the claimed prompt.
+        prompt: the prompt that the ticket must be for.
         estimator: measures the answering time of the store.
-        on_progress: called when more blocks of the prompt may be in storage, with their number
-            counted from the prompt's start; None if it is unknown.
+        on_progress: called when more blocks of the prompt may be in storage. Its argument is their
+            number, counted from the prompt's start; None if it is unknown.
         near: the connection to the prefill node that computes the prompt.
 
     Attributes:
-        keys: the prompt's keys, set when the ticket is returned.
+        keys: keys of all blocks of the prompt, complete once `ticket` has returned.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Watch:
         self._has_read = False
         self._ready_blocks = 0
         self._over: HandoffError | None = None  # the reason why no ticket will come
-        self._over_since = 0.0  # time at which that was first found
-        self._patience_s = 0.0  # seconds after that until the claim fails with `_over`
+        self._over_since = 0.0  # loop time at which `_over` was first set
+        self._patience_s = 0.0  # seconds from then on until the claim fails
         self._problem: StoreUnavailableError | None = None
         self._has_answered = self._is_useless = False
         self._heard_at = 0.0  # time of the store's last answer, or of the first question
@@ -107,10 +107,10 @@ class Watch:
     async def ticket(self, budget: Budget, deadline_s: float) -> Ticket:
         """Wait until the ticket has been written, and return it.
 
-        Only the time in which the store is silent or slow uses up the budget; waiting for the
-        prefill node does not, and ends at the deadline. If the breaker is open and the store has
-        not answered before, the wait ends at once. If the request may compute the prompt instead,
-        the wait ends after SILENT_S seconds of errors.
+        Seconds in which the store is silent or slow use up the budget; seconds of waiting for the
+        prefill node do not. If the store fails, the wait ends early in two cases: at once if the
+        store's breaker is open and the store has not answered this claim before; and after SILENT_S
+        seconds of errors if the request may compute the prompt instead.
 
         Args:
             budget: the time that the claim may still wait for storage.
@@ -152,11 +152,10 @@ class Watch:
         raise await self._missing_ticket(loop.time() - began)
 
     async def ask_producer(self) -> None:
-        """Ask the prefill node once a second if it gave the ticket up.
+        """Ask the prefill node every second, until cancelled, if it gave the ticket up.
 
-        If so, end the claim with its reason.
-
-        A prefill node cannot write the reason to a store that is full. Runs until cancelled.
+        If so, `ticket` raises an error with the node's reason. A store that is full would not
+        accept this reason from the node.
         """
         while True:
             await asyncio.sleep(_ASK_EVERY_S)
@@ -165,10 +164,12 @@ class Watch:
                 self._failed, self._failure = opened, failure
 
     async def _read_within(self, budget: Budget, give_up_at: float) -> Ticket | None:
-        """Look for the ticket once, within the budget; None if it is not there yet.
+        """Read the ticket once, within the budget.
 
-        If the store does not answer, the result is None too. Set `_problem` to the store's error,
-        None without one, and `_is_useless` if looking again is useless.
+        None if it is not there or the store does not answer.
+
+        Set `_problem` to the store's error, or to None, and set `_is_useless` if the claim should
+        stop waiting.
         """
         loop, tier = asyncio.get_running_loop(), self._estimator.tier
         began = loop.time()
@@ -202,7 +203,7 @@ class Watch:
 
     @contextmanager
     def _hash_while_waiting(self) -> Iterator[None]:
-        """Compute the prompt's keys in turns of the loop while the body waits for the store."""
+        """Compute the prompt's keys during the body, some in each iteration of the event loop."""
         self._hash_soon()
         try:
             yield
@@ -233,8 +234,8 @@ class Watch:
     async def _hear(self, next_hint: Callable[[float], object], timeout_s: float) -> None:
         """Wait until the store should be read again, at most `timeout_s` seconds.
 
-        A hint that more blocks are stored goes to `_on_progress`, and the wait goes on; any other
-        hint ends it.
+        A message that more blocks are stored is passed to `_on_progress`, and the wait continues.
+        Any other message ends it.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
@@ -247,7 +248,7 @@ class Watch:
             self._on_progress(blocks)
 
     async def _read_ticket(self) -> Ticket | None:
-        """Read the ticket once; None if it is not there yet, an error if waiting is useless."""
+        """Return the ticket; None if it may still come; raise HandoffError if it cannot be used."""
         ticket, found = await self._read()
         if ticket is not None:
             try:
@@ -294,13 +295,13 @@ class Watch:
         )
 
     async def _read(self) -> tuple[Ticket | None, OpenTicket | None]:
-        """Return the ticket; if it is not there, None and the open ticket, if there is one."""
+        """Return the ticket and the open ticket, each None if it is missing."""
         whole, opened = self._tickets.read, self._tickets.read_open
         if not self._has_read:
             self._has_read = True
             ticket = await whole(self._ticket_id)
             return ticket, None if ticket is not None else await opened(self._ticket_id)
-        # After the first look, both are read at once: one round trip instead of two.
+        # After the first read, both are read at once: one round trip instead of two.
         reading = expected(opened(self._ticket_id))
         ticket, found = await both(whole(self._ticket_id), reading)
         if not isinstance(found, TierKVError):
@@ -342,7 +343,7 @@ class Watch:
 
 
 def _blocks_of(hint: object) -> int | None:
-    """Return the number of stored blocks in a message about a ticket; None if it has none."""
+    """Return the number of stored blocks in a PROGRESS message; None for another message."""
     if isinstance(hint, str) and hint.startswith(PROGRESS) and hint[1:].isdecimal():
         return int(hint[1:])
     return None
@@ -357,10 +358,10 @@ _ALWAYS_REFUSED = (HandoffProblem.INCOMPATIBLE.value, HandoffProblem.OTHER_PROMP
 
 
 class ClaimPolicy(Enum):
-    """The rule for tokens of a claimed prompt that cannot be fetched.
+    """The rule for blocks of a claimed prompt that cannot be fetched.
 
-    The first generated tokens come with the ticket. Without a ticket, policies that allow computing
-    compute these, too.
+    A ticket also contains the first generated tokens. A request that computes the prompt without a
+    ticket generates these tokens itself.
     """
 
     WHOLE = "whole"  # refuse the claim, with the reason
@@ -375,13 +376,13 @@ class Claims:
         tickets: reads tickets, and records that they were claimed.
         scheduler: admits the requests.
         fetcher: fetches blocks from storage to the host.
-        arrivals: the requests that wait, so that they can be aborted.
+        arrivals: the requests that wait for storage or another node and can be aborted.
         source: reads blocks from other nodes' memory instead of storage.
         portions: fetches blocks for which the host has no room.
-        estimator: estimates fetching and computing, for claims that may compute.
-        fetch_deadline_s: once the ticket is there, the claim may wait at least this many seconds
-            after each arrival of blocks.
-        stats: counts of the node's hand-offs, published and claimed.
+        estimator: estimates the times of fetching and computing, for claims that may compute.
+        fetch_deadline_s: seconds that a claim may wait at least after the ticket, and after each
+            arrival of blocks, for more blocks.
+        stats: counts of the node's hand-offs.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators
@@ -423,11 +424,12 @@ class Claims:
             ticket_id: id of the ticket.
             policy: the rule for blocks that cannot be fetched.
             deadline_s: seconds that the claim may wait for the ticket and for free blocks.
-            sampling: the request's sampling parameters in the engine's words; {} to state none.
+            sampling: names and values of the request's sampling parameters, which must equal those
+                of the ticket; {} to accept any.
 
         Returns:
-            The running request, and its ticket; None if the request computes the prompt without
-                one.
+            The running request, and its ticket. Without a ticket the second is None, and the
+                request computes what is not cached.
 
         Raises:
             HandoffError: the prompt could not be claimed; the reason is a HandoffProblem.
@@ -509,9 +511,12 @@ class Claims:
         return has_room and not self._scheduler.num_waiting
 
     async def _bring_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
-        """Fetch `prefix` to the host before the ticket is there; return True if all of it arrived.
+        """Fetch `prefix` to the host before the ticket is written.
 
-        If the device has ample room, load the blocks, too.
+        Return True if all of it arrived.
+
+        If the device has room for twice the blocks of the request, load the fetched ones to it,
+        too.
         """
         await near.ask(prefix)
         budget = Budget(self._fetch_deadline_s, step_s=self._fetch_deadline_s)
@@ -538,7 +543,9 @@ class Claims:
         give_up_at: float,
         near: Supply,
     ) -> Request:
-        """Fetch the prompt and admit the request, with all tokens or as many as `policy` accepts.
+        """Fetch the prompt and admit the request.
+
+        Raise HandoffError if `policy` requires more blocks.
 
         A failing store is asked again until the claim's deadline, because the ticket states that
         all blocks are stored. Blocks for which the host has no room are fetched in portions after
@@ -575,7 +582,10 @@ class Claims:
     async def _rest(
         self, request: Request, keys: Sequence[StoredKey], budget: Budget
     ) -> GetOutcome | None:
-        """Fetch the missing blocks of an admitted request in portions; return the problem."""
+        """Fetch the missing blocks of an admitted request in portions.
+
+        Return the problem, or None.
+        """
         if request.cached_tokens == request.spec.prompt.num_tokens:
             return None
         return await self._portions.bring_or_end(request, budget, keys)
@@ -583,7 +593,7 @@ class Claims:
     async def _fetch_and_load(
         self, spec: RequestSpec, keys: Sequence[StoredKey], budget: Budget
     ) -> Fetched:
-        """Fetch the prompt to the host, and load its first blocks to the device in the meantime."""
+        """Fetch the prompt to the host, and load its first blocks to the device meanwhile."""
         loads = LoadsAhead(spec, self._scheduler, self._has_room)
         fetched: Fetched | None = None
         try:
@@ -610,9 +620,9 @@ class Claims:
 
 
 async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement] = ()) -> None:
-    """Record in the store that a ticket was claimed, once its blocks have been loaded.
+    """Wait until a ticket's blocks are loaded, then record in the store that it was claimed.
 
-    If the store fails, the ticket stays until it expires.
+    A failed load is ignored. If the store fails, the ticket stays until it expires.
 
     Args:
         tickets: writes the record.
@@ -627,7 +637,7 @@ async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement
 
 
 def _note(fetched: Fetched, near: Supply) -> None:
-    """Add the claim's earlier fetches to `fetched`, and this one to `near` for the next fetch."""
+    """Add the token ranges of the claim's earlier fetches to `fetched`, and its own to `near`."""
     fetched.earlier = tuple(near.came)
     near.came.append(fetched.tokens)
     near.direct.extend(fetched.direct)
@@ -635,7 +645,7 @@ def _note(fetched: Fetched, near: Supply) -> None:
 
 
 def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
-    """Check that the ticket's first tokens were sampled as the request states, if both state it."""
+    """Raise HandoffError if ticket and request state different sampling parameters."""
     if ticket.sampling and ours and ticket.sampling != ours:
         raise HandoffError(
             HandoffProblem.INCOMPATIBLE.value,
@@ -672,14 +682,15 @@ MIN_BYTES = 32 << 20
 
 
 class Ahead:
-    """A task that fetches blocks of a claimed prompt before its ticket is there.
+    """The task that fetches blocks of a claimed prompt before the ticket is written.
 
-    No block is protected between two steps: a waiting claim takes no room from other requests, and
-    its blocks may be evicted and fetched again.
+    The fetched blocks have no lease: they may be evicted for other requests, and the claim then
+    fetches them again.
 
     Args:
         prompt: the claimed prompt.
-        bring: fetches a prompt made of the first blocks, and returns True if all of them arrived.
+        bring: fetches a prompt that consists of the first blocks, and returns True if all of them
+            arrived.
     """
 
     def __init__(self, prompt: Prompt, bring: Callable[[Prompt], Awaitable[bool]]) -> None:
@@ -690,10 +701,11 @@ class Ahead:
         self._came = asyncio.Event()
 
     def ready(self, num_blocks: int | None) -> None:
-        """Record that more first blocks of the prompt are in storage.
+        """Record how many first blocks of the prompt are in storage.
 
         Args:
-            num_blocks: number of these blocks; None if it is unknown, which stands for all.
+            num_blocks: number of blocks, counted from the prompt's start; None to try all blocks
+                because the number is unknown.
         """
         most = self._prompt.num_blocks
         self._wanted = max(self._wanted, most if num_blocks is None else min(num_blocks, most))
@@ -706,7 +718,7 @@ class Ahead:
             self._came.clear()
             if self._wanted <= self._done:
                 continue
-            # Calls of `ready` during the step count anew, as the present number may be a guess.
+            # `_wanted` may be a guess, so from here on only new calls of `ready` count.
             prefix = self._prompt.first_blocks(self._wanted)
             self._wanted = self._done
             if await self._bring(prefix):
@@ -719,8 +731,8 @@ def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | Non
     Args:
         deadline_s: seconds that the claim may wait for storage.
         step_s: seconds that the claim may wait at least after each arrival of blocks.
-        estimator: estimates fetching and computing, for a claim that may compute; None for a claim
-            that needs the whole prompt.
+        estimator: estimates the times of fetching and computing, for a claim that may compute; None
+            for a claim that needs the whole prompt.
     """
     return Budget(
         max(deadline_s, _LONGEST_READ_S), step_s=step_s, estimator=estimator, is_claim=True
@@ -741,13 +753,14 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
     """Wait for a ticket, and fetch blocks that are stored before the ticket is written.
 
     Args:
-        tickets: reads the node's tickets.
+        tickets: reads tickets from the store.
         ticket_id: id of the ticket.
         prompt: the prompt that the ticket must be for.
-        budget: budget of the claim, see `claim_budget`: only a silent or slow store uses it up.
+        budget: the time that the claim may wait for a silent or slow store, from `claim_budget`.
         deadline_s: seconds after which the wait ends in any case.
         estimator: measures the answering time of the store.
-        bring: fetches the first blocks of the prompt, see `Ahead`.
+        bring: fetches a prompt that consists of the first blocks, and returns True if all of them
+            arrived.
         near: the connection to the prefill node that computes the prompt.
 
     Returns:
@@ -773,12 +786,13 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
 class LoadsAhead:
     """Loads of fetched blocks to the device, while the rest of the prompt is still fetched.
 
-    A load has MIN_BYTES or more. The request itself loads the blocks that arrive last.
+    A load has MIN_BYTES bytes or more. The request itself loads the blocks that arrive last.
 
     Args:
         spec: the claim's request.
         scheduler: loads the blocks.
-        has_room: returns True if no request waits and the device has room for a number of blocks.
+        has_room: returns True if no request waits and the device has room for this number of
+            blocks.
     """
 
     def __init__(
@@ -798,7 +812,10 @@ class LoadsAhead:
             self._came.set()
 
     async def run(self) -> None:
-        """Load blocks until cancelled. A load under way then continues, and the request uses it."""
+        """Load blocks until cancelled.
+
+        A load that has begun then continues, and the request uses it.
+        """
         while True:
             await self._came.wait()
             self._came.clear()

@@ -1,6 +1,6 @@
 """Publishing of prompts by the prefill node, and the host slots that stage their blocks.
 
-Publishing a prompt writes its blocks to storage and then a ticket, the message that all blocks are
+Publishing a prompt writes its blocks to storage and then a ticket, the record that all blocks are
 stored. Decode nodes that claim the prompt may also read blocks from this node's host tier. A
 publish begins at the end of the prefill, or during it, so that little is left to do at the end.
 
@@ -75,16 +75,16 @@ T = TypeVar("T")
 
 
 def groups_of(start: int, stop: int) -> Iterator[range]:
-    """Divide blocks [start, stop) into groups that are stored together.
+    """Divide blocks [start, stop) into groups of blocks that are stored together.
 
-    The first group is shorter, so that the store gets work early, while the next one is copied.
+    The first group is smaller, so that the store gets work while the next group is copied.
 
     Args:
         start: index of the first block.
         stop: index after the last block.
 
     Yields:
-        The groups, GROUP_BLOCKS blocks each except the first and the last.
+        The range of each group: GROUP_BLOCKS blocks, fewer in the first and the last.
     """
     if start < stop:
         yield range(start, min(start + _FIRST_BLOCKS, stop))
@@ -93,11 +93,11 @@ def groups_of(start: int, stop: int) -> Iterator[range]:
 
 
 class Group:
-    """Host slots reserved for one step of a publish, or of a claim that fetches in portions.
+    """The staging slots of one group of blocks that moves between device and storage.
 
     Attributes:
-        slots: the slots, int32 [n].
-        movement: the copy that writes to the slots now; None for none.
+        slots: ids of the host slots, int32 [n].
+        movement: the copy that writes to or reads from the slots now; None for none.
     """
 
     def __init__(self, slots: Ids) -> None:
@@ -106,7 +106,7 @@ class Group:
 
 
 class Staging:
-    """The staging slots: STAGING_BLOCKS host slots after those of the host tier.
+    """The staging slots: STAGING_BLOCKS host slots with ids after those of the host tier.
 
     Callers get slots in the order of their calls, and wait until enough are free.
 
@@ -120,9 +120,9 @@ class Staging:
 
     @asynccontextmanager
     async def group(self, num_blocks: int) -> AsyncIterator[Group]:
-        """Reserve slots for `num_blocks` blocks, GROUP_BLOCKS at most, until the body ends.
+        """Reserve slots for `num_blocks` blocks, at most GROUP_BLOCKS, while the body runs.
 
-        If the body is cancelled during a copy into the slots, they are released when that copy has
+        If a copy still uses the slots at the end of the body, they are released when the copy has
         ended.
         """
         slots = await self._acquire(num_blocks)
@@ -170,7 +170,7 @@ log = logging.getLogger(__name__)
 
 
 class PublishWait(Enum):
-    """The event that a prefill waits for before it answers."""
+    """The event for which a prefill request waits before it returns its answer."""
 
     PUBLISHED = "published"  # the ticket is written: a decode node will find the prompt
     NOTHING = "nothing"  # the first token: publishing goes on, and claimers learn if it fails
@@ -183,8 +183,8 @@ class Published:
     Attributes:
         ticket: the written ticket.
         num_blocks: number of blocks of the prompt.
-        present_blocks: number of these that were already in storage.
-        flushed_bytes: bytes that were written.
+        present_blocks: number of blocks that storage had before the publish.
+        flushed_bytes: number of bytes written to storage.
         early_blocks: number of blocks that were stored while the prompt was being computed.
     """
 
@@ -196,7 +196,7 @@ class Published:
 
 
 class PromptBlocks(Protocol):
-    """The computed blocks of one prompt, in the form that a publish needs."""
+    """The computed blocks of one prompt, with the operations that a publish needs."""
 
     @property
     def prompt(self) -> Prompt:
@@ -204,17 +204,20 @@ class PromptBlocks(Protocol):
 
     @property
     def keys(self) -> Sequence[StoredKey]:
-        """The stored keys of the blocks, in order, the tail's included."""
+        """The keys under which the blocks are stored, in order, the tail's included."""
 
     @property
     def lease(self) -> Lease | None:
-        """The lease (protection from eviction) of the blocks in the index; None without any."""
+        """The lease that protects the blocks in the index from eviction.
+
+        None if none are in the index.
+        """
 
     def check_whole(self) -> None:
-        """Check that every token of the prompt can be stored.
+        """Check that all blocks of the prompt can be stored.
 
         Raises:
-            HandoffError: some tokens cannot be stored.
+            HandoffError: some blocks cannot be stored.
             OwnershipError: the request has ended, or its prompt is not computed.
         """
 
@@ -226,11 +229,12 @@ class PromptBlocks(Protocol):
             ledger: calls back when the ticket has ended, to end the offer.
 
         Returns:
-            The address to ask; None if other nodes cannot read this node's memory.
+            The address at which claiming nodes ask for the blocks; None if other nodes cannot read
+                this node's memory.
         """
 
     def show(self, start: int, stop: int) -> None:
-        """Copy blocks to the host, if it has room, so that claiming nodes can read them there.
+        """Start to copy blocks to the host tier, if it has room, for claiming nodes to read.
 
         Args:
             start: index of the first block.
@@ -238,21 +242,21 @@ class PromptBlocks(Protocol):
         """
 
     def on_host(self, blocks: range, after: Sequence[Event]) -> AbstractAsyncContextManager[Ids]:
-        """Keep the bytes of `blocks` in host slots while the body runs.
+        """Provide the bytes of `blocks` in host slots while the body runs.
 
         Args:
-            blocks: some of the computed blocks, GROUP_BLOCKS at most.
+            blocks: indices of computed blocks of the prompt, at most GROUP_BLOCKS.
             after: events of the kernels that wrote the blocks.
 
         Returns:
-            A context manager that yields the slots, int32 [len(blocks)].
+            A context manager that yields the ids of the slots, int32 [len(blocks)].
 
         Raises:
             TransferError: the copy to the host failed.
         """
 
     async def store_rest(self) -> None:
-        """Store blocks of the prompt that are not in `keys`: those of other cache groups.
+        """Store the prompt's blocks of other cache groups, which `keys` does not name.
 
         Raises:
             StoreUnavailableError: the store did not accept a value.
@@ -312,9 +316,9 @@ class RequestBlocks:
 
     @asynccontextmanager
     async def on_host(self, blocks: range, after: Sequence[Event]) -> AsyncIterator[Ids]:
-        """Copy blocks that the host tier lacks to staging slots, and yield the slots of all.
+        """Copy blocks that the host tier lacks to staging slots, and yield the host slots of all.
 
-        See `PromptBlocks.on_host`. The blocks stay there during the body, even if the request ends.
+        The bytes stay in these slots while the body runs, even if the request ends.
         """
         request, after = self._request, (*after, *self._request.written)
         async with self._staging.group(len(blocks)) as group:
@@ -347,9 +351,10 @@ class RequestBlocks:
 
 
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of `work`, repeated until the store has failed for _PATIENCE_S.
+    """Return the result of `work`; while the store fails, repeat it for up to _PATIENCE_S seconds.
 
-    A failure that took long shows a store that is slow but works, so it restarts the time.
+    An attempt that fails only after more than half of these seconds starts them anew: the store is
+    slow, but works.
     """
     time, until = asyncio.get_running_loop().time, math.inf
     while True:
@@ -367,9 +372,9 @@ async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
 
 
 class Handoff:
-    """Publisher of prompts: it writes their blocks and tickets to storage.
+    """The publisher of prompts: it writes their blocks and tickets to storage.
 
-    Inside `running()`, this node renews its liveness lease while tickets are open, and follows the
+    Inside `running()`, the node renews its liveness lease while tickets are open, and records the
     states of its tickets.
 
     Args:
@@ -412,7 +417,7 @@ class Handoff:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Allow publishes in the body; at its end, tickets that are still open fail."""
+        """Allow publishes while the body runs. Tickets that are still open at its end fail."""
         async with (
             self.tickets.notifier.running(),
             self.tickets.lease.running(),
@@ -422,7 +427,7 @@ class Handoff:
             yield
 
     def blocks_of(self, request: Request) -> RequestBlocks:
-        """Return the blocks of a running request, in the form that a publish needs."""
+        """Return the blocks of a running request, with the operations that a publish needs."""
         keys = self.tickets.keys_of(request.spec.prompt)
         return RequestBlocks(request, self._tiers, self._staging, keys=keys, source=self.source)
 
@@ -443,13 +448,14 @@ class Handoff:
         Args:
             blocks: the prompt's blocks, which must not be released until the call returns.
             ticket_id: id of the ticket.
-            first_tokens: generated tokens that follow the prompt.
+            first_tokens: ids of the generated tokens that follow the prompt.
             after: events of the kernels that wrote the blocks.
-            sampling: the sampling parameters of `first_tokens`; None to state none.
+            sampling: names and values of the sampling parameters of `first_tokens`; None to state
+                none.
             deadline_s: seconds that storing may take.
-            stored_blocks: number of blocks, from the prompt's start on, that were stored a moment
-                ago. Storage is asked if they are still there while the other blocks are stored.
-                None to ask storage for all blocks first.
+            stored_blocks: number of blocks, counted from the prompt's start, that the caller has
+                just stored. Storage confirms them while the other blocks are stored. None to ask
+                storage for all blocks first.
             announced: waits until the open ticket is written; None if there is none.
 
         Returns:
@@ -508,7 +514,10 @@ class Handoff:
         return Published(ticket, len(keys), present, flushed)
 
     def _generation_of(self, blocks: PromptBlocks) -> int:
-        """Return the present generation of storage; raise if the blocks are of an earlier one."""
+        """Return the number of deletions of storage.
+
+        Raise if `blocks` were computed before the last one.
+        """
         lease = blocks.lease
         if lease is not None and self._tiers.index.spaces.is_retired(lease.node):
             raise StoreRefusedError(
@@ -518,7 +527,7 @@ class Handoff:
 
     @contextmanager
     def _offered(self, ticket_id: str, blocks: PromptBlocks) -> Iterator[DirectAddress | None]:
-        """Offer the blocks to claiming nodes; end the offer if the body fails."""
+        """Offer the blocks to claiming nodes during the body; end the offer if the body fails."""
         is_known = self.ledger.state_of(ticket_id) is not None
         try:
             yield blocks.offer(ticket_id, self.ledger)
@@ -530,9 +539,12 @@ class Handoff:
     async def _store_rest(
         self, blocks: PromptBlocks, known: int | None, after: Sequence[Event]
     ) -> int:
-        """Store the blocks that storage lacks, where `known` first ones are expected to be stored.
+        """Store the blocks that storage lacks.
 
-        Return the number of first blocks that were already stored.
+        Return the number of first blocks that it had before.
+
+        `known` is the number of first blocks that storage is expected to have; None if that is
+        unknown.
         """
         stop = len(blocks.keys)
         if known is None:
@@ -549,7 +561,7 @@ class Handoff:
         return present
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """Return how many of `keys` storage has before the first one that it lacks.
+        """Return the number of `keys` in storage before the first one that storage lacks.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -564,7 +576,7 @@ class Handoff:
             stop: index after the last block to ask for.
 
         Returns:
-            The number of blocks, from the prompt's start on, that storage has without a gap.
+            The number of blocks in storage before the first one that storage lacks.
 
         Raises:
             StoreUnavailableError: the store did not answer in time.
@@ -585,7 +597,7 @@ class Handoff:
     async def store(
         self, blocks: PromptBlocks, start: int, stop: int, after: Sequence[Event]
     ) -> None:
-        """Store blocks [start, stop), which are computed.
+        """Write the computed blocks [start, stop) to storage.
 
         Args:
             blocks: the prompt's blocks.
@@ -634,9 +646,9 @@ class Handoff:
 
 
 def _end_in_index(blocks: PromptBlocks, stop: int) -> int:
-    """Return the end of the blocks before `stop` that are in the index under the prompt's lease.
+    """Return the number of first blocks that the prompt's lease covers, at most `stop`.
 
-    A tail does not count, as the index may have a full block in its place.
+    The tail does not count, because the index may have a full block in its place.
     """
     lease = blocks.lease
     return 0 if lease is None else min(stop, lease.num_blocks, blocks.prompt.num_blocks)
@@ -655,9 +667,9 @@ class _Finish:
 class PublishStream:
     """A publish that stores the blocks of a prompt while the prompt is being computed.
 
-    The engine's side calls `advance`, and at the end `finish` or `fail`. A task runs `run`; the
-    blocks must not be released until it has ended. If storing fails before the prompt is computed,
-    `finish` still stores all missing blocks.
+    The engine's side calls `advance`, and at the end `finish` or `fail`. A task runs `run`, and the
+    blocks must not be released until `run` has ended. If storing fails before the prompt is
+    computed, `run` stores all missing blocks after `finish`.
     """
 
     def __init__(
@@ -672,7 +684,7 @@ class PublishStream:
 
         Args:
             handoff: the node's publisher.
-            blocks: the prompt's blocks, as far as they are computed.
+            blocks: the prompt's blocks, which may be computed later.
             ticket_id: id of the ticket.
             deadline_s: seconds for the remaining work once the prompt is computed.
 
@@ -693,11 +705,11 @@ class PublishStream:
         self._end_at: float | None = None
 
     def advance(self, num_tokens: int, after: Sequence[Event] = ()) -> None:
-        """Record that the first `num_tokens` tokens are committed, for `run` to store them.
+        """Record that the first `num_tokens` tokens are committed, so that `run` can store them.
 
         Args:
             num_tokens: number of committed tokens of the prompt.
-            after: events of the kernels that wrote the last of them.
+            after: events of the kernels that wrote the newly committed tokens.
         """
         prompt = self._blocks.prompt
         self._computed_blocks = min(num_tokens // prompt.block_size, prompt.num_blocks)
@@ -713,9 +725,10 @@ class PublishStream:
         """Record that the whole prompt is committed, so that `run` stores the rest and the ticket.
 
         Args:
-            first_tokens: generated tokens that follow the prompt.
+            first_tokens: ids of the generated tokens that follow the prompt.
             after: events of the kernels that wrote the last blocks.
-            sampling: the sampling parameters of `first_tokens`; None to state none.
+            sampling: names and values of the sampling parameters of `first_tokens`; None to state
+                none.
         """
         self._finish = _Finish(tuple(first_tokens), tuple(after), dict(sampling or {}))
         self._end_in(self._deadline_s)
@@ -818,8 +831,8 @@ class PublishStream:
     async def _store_ahead(self) -> tuple[int, int | None]:
         """Store full blocks as they are computed, until `finish` or `fail`.
 
-        Return the number of first blocks that storage had before and has now; None for the latter
-        if the store failed.
+        Return the number of first blocks that storage had before, and the number that it has now.
+        The second is None if the store failed.
         """
         handoff, most = self._handoff, self._blocks.prompt.num_blocks
         present, ready = 0, None
@@ -857,7 +870,7 @@ class PublishStream:
         self._handoff.tickets.hint(self._ticket_id, f"{PROGRESS}{ready}")
 
     async def _close(self, open_ticket: OpenTicket, failure: str) -> None:
-        """Notify waiting decode nodes of the failure, if the store accepts the message."""
+        """Write the failure into the open ticket and notify the nodes that wait for the ticket."""
         with suppress(TimeoutError, StoreUnavailableError, HandoffError):
             async with asyncio.timeout(_LAST_WORD_S):
                 await self._handoff.tickets.give_up(open_ticket, failure or "it failed")

@@ -1,7 +1,7 @@
-"""Fetches in portions, for which the host tier needs no room: from storage into a request's blocks.
+"""Fetches of blocks from storage to a request's device blocks, without room in the host tier.
 
-A portion has up to GROUP_BLOCKS blocks. It passes through staging slots, host slots reserved for
-this purpose, to the device.
+Blocks are fetched in portions of up to GROUP_BLOCKS. A portion is read into staging slots, which
+are host slots reserved for this purpose, and is copied from there to the device.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _LATE = GetOutcome(GetStatus.FAILED, "storage took too long")
 
 
 class Portions:
-    """Fetches from storage into private blocks of admitted requests, GROUP_BLOCKS at a time.
+    """The fetches from storage to device blocks of admitted requests, GROUP_BLOCKS at a time.
 
     A request waits here only for the store and for staging slots, which it uses for one portion at
-    a time, so requests never wait for each other's blocks.
+    a time. Requests therefore never wait for each other's blocks.
 
     Args:
         scheduler: commits the arrived tokens.
@@ -47,7 +47,7 @@ class Portions:
     async def bring_or_end(
         self, request: Request, budget: Budget, keys: Sequence[StoredKey] = ()
     ) -> GetOutcome | None:
-        """Fetch missing blocks as `bring` does; end the request on any error.
+        """Fetch the missing blocks of `request` from storage; end the request on any error.
 
         Args:
             request: an admitted request that has not been returned to a caller yet.
@@ -55,7 +55,7 @@ class Portions:
             keys: keys of the prompt's blocks; () to compute them here.
 
         Returns:
-            The problem with the first missing block; None if all blocks arrived.
+            The outcome of the first block that did not arrive; None if all blocks arrived.
 
         Raises:
             TierKVError: any error of `bring`.
@@ -75,17 +75,17 @@ class Portions:
         """Fetch the missing blocks of `request` from storage.
 
         Arrived tokens are committed and count in `cached_tokens`. If the request needs logits, its
-        last block is left to be computed. After a cancel, the request keeps the arrived blocks, and
-        the caller has to end it.
+        last block is not fetched but left to be computed. After a cancel, the request keeps the
+        arrived blocks, and the caller has to end it.
 
         Args:
             request: an admitted request.
             budget: the time that the request may still wait for storage; each portion counts as an
                 arrival.
-            keys: the prompt's stored keys.
+            keys: keys of the prompt's blocks.
 
         Returns:
-            The problem with the first missing block; None if all blocks arrived.
+            The outcome of the first block that did not arrive; None if all blocks arrived.
 
         Raises:
             TransferError: a load failed.
@@ -114,7 +114,7 @@ class Portions:
         has_turn: asyncio.Event,
         outcome: asyncio.Future[GetOutcome | None],
     ) -> None:
-        """Fetch portions until all blocks have arrived; set `outcome` to the problem, or None.
+        """Fetch portions until all blocks have arrived; set `outcome` to the problem, or to None.
 
         Set `has_turn` once there are staging slots. Return after every copy into the request's
         blocks has ended.
@@ -155,7 +155,7 @@ class Portions:
         group: Group,
         outcome: asyncio.Future[GetOutcome | None],
     ) -> GetOutcome | None:
-        """Fetch a portion and load what arrived; return the first outcome that is not a hit."""
+        """Fetch and load one portion; return the first outcome that is not a hit, or None."""
         at = request.lease.num_blocks
         budget.arrived()
         found = await self._source.fetch(portion, group.slots[: len(portion)])
@@ -172,7 +172,10 @@ class Portions:
         group: Group,
         found: Sequence[GetOutcome],
     ) -> GetOutcome | None:
-        """Load the fetched blocks before the first missing one; return the outcome of that one."""
+        """Load the blocks before the first missing one.
+
+        Return its outcome, or None if none is missing.
+        """
         num_hits = next(
             (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)
         )

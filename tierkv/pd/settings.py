@@ -33,9 +33,10 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     Attributes:
         prefix: first part of every stored name; nodes with different prefixes share nothing in a
             store.
-        block_ttl_s: seconds that a stored block lives after its last use; null for no end.
+        block_ttl_s: seconds after its last use until the store removes a block; null for never.
         ticket_ttl_s: seconds that a decode node has to claim a ticket.
-        claimed_ttl_s: seconds that an acknowledged ticket stays for a claim by another node.
+        claimed_ttl_s: seconds that a claimed ticket stays in the store, so that it can be claimed
+            again.
         producer_lease_s: seconds without a renewal after which a prefill node counts as dead.
         streams: true stores blocks while the prompt is still being computed.
         direct: way in which nodes read blocks from each other's memory: auto, device, memory,
@@ -43,9 +44,10 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         direct_host: IP address at which other machines reach this node directly; "" for this
             machine only. If set, Mooncake's transfer engine is started, which listens on every
             address without authentication.
-        direct_port: port for questions about blocks; 0 chooses a free port.
-        direct_lease_s: seconds for which blocks are kept for a claiming node that asks no further
-            question.
+        direct_port: TCP port at which claiming nodes ask where blocks lie in this node's memory; 0
+            chooses a free port.
+        direct_lease_s: seconds that blocks stay in this node's memory for a claiming node that asks
+            no further question.
         publish_deadline_s: seconds to store a prompt.
         claim_deadline_s: seconds that a claim waits for its ticket and for free blocks.
         lookup_deadline_s: seconds that a lookup waits for the store.

@@ -1,4 +1,4 @@
-"""The memory of the node that computed a prompt, as a source of its blocks besides storage."""
+"""The memory of the node that computed a prompt, as another source of its blocks than storage."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tierkv.pd.tickets import OpenTicket, Ticket, TicketLedger
 class Supply(Protocol):
     """One claim's connection to the node that computes its prompt, to read blocks from its memory.
 
-    After a failure here, blocks are fetched from storage.
+    Blocks that cannot be read from there are fetched from storage.
     """
 
     @property
     def came(self) -> list[range]:
-        """The ranges of the prompt's tokens that were fetched for this claim, from any source.
+        """The ranges of the prompt's tokens that this claim has fetched, from storage or memory.
 
-        Each fetch appends one.
+        Each fetch appends one range.
         """
 
     @property
@@ -34,42 +34,48 @@ class Supply(Protocol):
         """The ranges in `came` that were read from another node's memory."""
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
-        """Use the prefill node's address in its ticket or open ticket."""
+        """Set the prefill node's address to the one in its ticket or open ticket."""
 
     async def ask(self, prompt: Prompt) -> None:
-        """Copy missing blocks of `prompt` from the prefill node, or let this node's fetches do so.
+        """Ask the prefill node where the missing blocks of `prompt` lie in its memory.
 
-        One call may run at a time.
+        Blocks on its device are copied to this node's device in this call, if possible. Blocks in
+        its host tier are read by the next fetches of this node. One call may run at a time.
         """
 
     async def failure(self) -> str:
-        """Ask the prefill node why it gave the ticket up; "" if it did not, or does not answer.
+        """Ask the prefill node why it gave the ticket up.
 
         A call may run at the same time as `ask`.
+
+        Returns:
+            The reason; "" if the node did not give the ticket up, or does not answer.
         """
 
 
 class PeerSource(Protocol):
-    """Both sides of reading blocks from other nodes' memory.
+    """The exchange of blocks with other nodes through their memory, for both sides of a hand-off.
 
-    The prefill node offers the blocks of its prompts to nodes that claim them; the decode node has
+    The prefill node offers the blocks of its prompts to nodes that claim them. The decode node has
     one connection for each claim.
     """
 
     @property
     def wants_host_copies(self) -> bool:
-        """True if published blocks should be on the host, where claiming nodes read them."""
+        """True if published blocks should be copied to the host tier for claiming nodes to read."""
 
     @property
     def num_leases(self) -> int:
-        """The number of leases (protections from eviction) held for nodes that read blocks here."""
+        """The number of leases that protect this node's blocks while other nodes read them."""
 
     @property
     def num_offered(self) -> int:
-        """The number of blocks in other nodes' memory that this node's claims can read now."""
+        """The number of blocks in other nodes' memory that claims of this node can read now."""
 
     def offer(self, ticket_id: str, prompt: Prompt, ledger: TicketLedger) -> DirectAddress | None:
-        """Let claiming nodes read the blocks of a prompt here until the ticket has ended.
+        """Let claiming nodes read the blocks of a prompt from this node's memory.
+
+        The offer ends when the ticket is acknowledged, has failed or has expired.
 
         Args:
             ticket_id: id of the ticket.
@@ -82,7 +88,10 @@ class PeerSource(Protocol):
         """
 
     def supply(self, may_land: Callable[[], bool] = lambda: True) -> AbstractContextManager[Supply]:
-        """Return the connection of one claim. Closing it lets the prefill node release its blocks.
+        """Return a context manager for the connection of one claim.
+
+        At the end of the context the connection is closed, and the prefill node can evict its
+        blocks again.
 
         Args:
             may_land: returns True if the device has room for the claim's blocks now.
@@ -95,7 +104,7 @@ class PeerSource(Protocol):
 
 
 class NoSupply:
-    """The `Supply` of a claim that reads from storage alone."""
+    """The `Supply` of a claim that reads only from storage."""
 
     def __init__(self) -> None:
         self.came: list[range] = []
@@ -108,7 +117,7 @@ class NoSupply:
         """Do nothing."""
 
     async def failure(self) -> str:
-        """Return "": there is no prefill node to ask."""
+        """Return "", because there is no prefill node to ask."""
         return ""
 
 

@@ -1,7 +1,8 @@
-"""Tickets: the messages in storage by which a prefill node hands prompts over to decode nodes.
+"""Tickets: the records in storage by which a prefill node hands prompts over to decode nodes.
 
-Tickets are created, written, read, checked and acknowledged here. The liveness lease is here too, a
-short-lived value in storage which shows that the node that writes a ticket (its producer) is alive.
+This module creates, writes, reads, checks and acknowledges tickets. It also renews the liveness
+lease, a short-lived value in storage that shows that the producer (the node that writes a ticket)
+is alive.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ MAX_TICKET_BYTES = 16 << 20  # about 300,000 blocks
 
 
 class HandoffProblem(Enum):
-    """The reasons of failed hand-offs. HTTP clients receive the values.
+    """The reasons why a hand-off fails. HTTP clients receive the values.
 
     Attributes:
         NOT_YET: no complete ticket came before the deadline: wait longer, or check the prefill
@@ -105,16 +106,18 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ticket_id: id of the ticket.
-        fingerprint: the prompt's fingerprint in readable form, so that an incompatible node can
+        fingerprint: the prompt's fingerprint in readable form, by which an incompatible node can
             name the difference.
         block_size: number of tokens of a block.
         num_tokens: number of tokens of the prompt.
-        digests: one digest per block of the prompt in order, the tail's included. They do not cover
-            the blocks' bytes: two producers may store different valid bytes under one key.
+        digests: hash of each block's key, in the order of the blocks, the tail's included. A key
+            depends on tokens and not on the block's bytes: two producers may store different valid
+            bytes under one key.
         created_at: Unix seconds of the ticket's creation.
         expires_at: Unix seconds at which the ticket expires.
         producer: name of the prefill node, for people.
-        direct: address of the blocks in the producer's memory; None if they cannot be read there.
+        direct: address at which a claimer asks where the blocks lie in the producer's memory; None
+            if they can only be read from storage.
     """
 
     magic: ClassVar[bytes]
@@ -143,10 +146,10 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, value: bytes) -> Self:
-        """Return the ticket or open ticket in `value`.
+        """Decode a ticket or open ticket that was read from storage.
 
         Raises:
-            StoreCorruptError: the value is damaged, or a record of another kind.
+            StoreCorruptError: the value is damaged, or is a record of another kind.
         """
         return codec.unseal(cls.magic, _VERSION, value, cls)
 
@@ -164,10 +167,11 @@ class Ticket(_Handed, frozen=True, kw_only=True):
     """A complete ticket. Every block that it names was stored before the ticket was written.
 
     Attributes:
-        first_tokens: tokens that the prefill node has already generated.
-        sampling: sampling parameters of these tokens, in the engine's words; {} if not stated.
-        incarnation: random id of the producer's process, which is notified of the claim; "" for
-            none.
+        first_tokens: ids of the tokens that the prefill node has already generated after the
+            prompt.
+        sampling: names and values of the sampling parameters of these tokens; {} if not stated.
+        incarnation: random id of the producer's process, by which that process is notified of the
+            claim; "" to notify none.
         trace: the tracing span of the publish, as W3C's `traceparent`; "" for none.
     """
 
@@ -179,7 +183,7 @@ class Ticket(_Handed, frozen=True, kw_only=True):
 
 
 class OpenTicket(_Handed, frozen=True, kw_only=True):
-    """The announcement of a ticket, valid while its producer renews its liveness lease.
+    """The announcement that a ticket will come, valid while the producer renews its liveness lease.
 
     Attributes:
         incarnation: random id of the producer's process, new at each start.
@@ -192,12 +196,13 @@ class OpenTicket(_Handed, frozen=True, kw_only=True):
 
 
 class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
-    """The record in storage that a ticket was claimed.
+    """The record in storage by which a claimer confirms that it has claimed a ticket.
 
     Attributes:
         ticket_id: id of the ticket.
-        created_at: Unix seconds of the ticket's creation, since an id may be used again.
-        claimer: name of the node that has received all blocks that it wanted.
+        created_at: Unix seconds of the ticket's creation, by which two tickets of one id are told
+            apart.
+        claimer: name of the node that claimed the ticket.
         claimed_at: Unix seconds of the claim.
     """
 
@@ -211,7 +216,7 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, value: bytes) -> Acknowledgement:
-        """Return the acknowledgement in `value`.
+        """Decode an acknowledgement that was read from storage.
 
         Raises:
             StoreCorruptError: the value is damaged.
@@ -219,11 +224,11 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
         return codec.unseal(_ACKNOWLEDGED, _VERSION, value, cls)
 
 
-_SEAL_BYTES = 64  # no seal adds more
+_SEAL_BYTES = 64  # a signature or encryption adds no more
 
 
 class SmallValues:
-    """Small values in a store, such as tickets, signed or encrypted as `storage.trust` says.
+    """Small values in a store, such as tickets, signed or encrypted by the setting `storage.trust`.
 
     Args:
         store: the store.
@@ -240,15 +245,15 @@ class SmallValues:
 
         Args:
             name: name of the value.
-            max_bytes: largest length of its content.
+            max_bytes: largest accepted length of its content, in bytes.
 
         Returns:
-            The content; None if there is no such value.
+            The content, without signature or encryption; None if there is no such value.
 
         Raises:
             StoreUnavailableError: the store does not answer.
-            StoreCorruptError: the value is too long, or was not written under this name with this
-                key.
+            StoreCorruptError: the value is too long or damaged, or was signed or encrypted with
+                another name or secret.
         """
         value = await self._store.get(name, max_bytes=max_bytes + _SEAL_BYTES)
         return None if value is None else self._codec.unseal_small(name, value)
@@ -260,13 +265,13 @@ class SmallValues:
             name: name of the value.
             content: its bytes.
             ttl_s: seconds until the store removes it.
-            only_new: True to leave an existing value.
+            only_new: True to write only if the store has no value of this name.
 
         Returns:
-            True if the value was written.
+            True if the value was written; False if `only_new` is True and there is a value already.
 
         Raises:
-            StoreUnavailableError: the store did not accept it.
+            StoreUnavailableError: the store did not accept the value.
         """
         sealed = self._codec.seal_small(name, content)
         item = PutItem(name, (sealed,), ttl_s=ttl_s, keep_existing=False, only_new=only_new)
@@ -288,13 +293,14 @@ _DECIMALS, _DIGITS = 3, 20
 def _until(until: float, incarnation: str) -> bytes:
     """Return the content of a liveness lease: its end, and 20 digits that identify the producer.
 
-    Together they are a decimal number, as older nodes expect: the end has three decimals.
+    The content is one decimal number, because older nodes parse it as one: the end in Unix seconds
+    with three decimals, followed by the digits.
     """
     return f"{until:.3f}{_digits_of(incarnation)}".encode()
 
 
 def _is_of(value: bytes, incarnation: str) -> bool:
-    """Return True if this producer wrote the lease; older nodes' leases name no producer."""
+    """Return True if this producer wrote the lease, or if the lease of an older node names none."""
     digits = value.partition(b".")[2][_DECIMALS:]
     return not digits or digits == _digits_of(incarnation).encode()
 
@@ -307,7 +313,7 @@ def _digits_of(incarnation: str) -> str:
 class ProducerLease:
     """The liveness lease of a prefill node: a short-lived value in storage that shows it is alive.
 
-    The value is renewed while the node has open tickets. A restarted node writes another value.
+    The value is renewed while the node has open tickets. Its name is new at each start of the node.
 
     Args:
         storage: the storage tier.
@@ -315,7 +321,7 @@ class ProducerLease:
         lease_s: seconds after which the value expires without a renewal.
 
     Attributes:
-        incarnation: random id of this process.
+        incarnation: random id of this process, which the value's name contains.
         num_beats: number of attempts to write the value.
     """
 
@@ -338,7 +344,10 @@ class ProducerLease:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Renew the value in the body while there are open tickets; delete it at the end."""
+        """While the body runs, renew the value as long as there are open tickets.
+
+        Delete it at the end.
+        """
         try:
             async with supervised({"tierkv-producer-lease": self._keep}):
                 yield
@@ -350,7 +359,10 @@ class ProducerLease:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the value renewed until the body ends."""
+        """Renew the value while the body runs.
+
+        The publisher of each open ticket enters such a body.
+        """
         self._num_held += 1
         self._wanted.set()
         if asyncio.get_running_loop().time() - self._beaten_at > self.beat_s:
@@ -364,11 +376,14 @@ class ProducerLease:
                 self._wanted.clear()
 
     async def written(self) -> None:
-        """Wait until the value is written, or an attempt has failed. Call this inside `held`."""
+        """Wait until one attempt to write the value has succeeded or failed.
+
+        Call this inside `held`.
+        """
         await self._beaten.wait()
 
     async def is_alive(self, incarnation: str) -> bool:
-        """Return True if the node with this `incarnation` renews its liveness lease.
+        """Return True if the process with this `incarnation` renews its liveness lease.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -397,7 +412,7 @@ class ProducerLease:
         return self._storage.names.producer(self.incarnation)
 
     async def _keep(self) -> None:
-        """Renew the value until cancelled; repeat a failed renewal soon."""
+        """Write the value every `beat_s` seconds until cancelled, sooner after a failure."""
         while True:
             await self._wanted.wait()
             until = _until(self._storage.store.now() + self.lease_s, self.incarnation)
@@ -423,12 +438,12 @@ WHOLE, FAILED, PROGRESS = "whole", "failed", "p"
 
 
 def acknowledged_hint(ticket_id: str) -> str:
-    """Return the message that tells a producer that its ticket was claimed."""
+    """Return the message by which a claimer notifies the producer that a ticket was claimed."""
     return hashlib.sha256(ticket_id.encode()).hexdigest()[:32]
 
 
 def check_id(ticket_id: str) -> None:
-    """Check that a ticket's id can be encoded as UTF-8; half of a surrogate pair cannot.
+    """Check that a ticket's id can be encoded as UTF-8, which a lone surrogate prevents.
 
     Raises:
         BadRequestError: the id cannot be encoded.
@@ -448,12 +463,12 @@ class Tickets:
         storage: the storage tier.
         values: reads and writes small values in the store.
         tiers: computes keys, and owns the tasks that write.
-        fingerprints: fingerprints by the name of their space, the service's own under ""; entries
-            are added while the service runs.
+        fingerprints: the fingerprints of this node by the name of their space, the main one under
+            "". Entries may be added later.
         lease: the liveness lease of this node.
         ticket_ttl_s: seconds that a decode node has to claim a ticket.
-        claimed_ttl_s: seconds that an acknowledged ticket stays, for a node that has to claim
-            again.
+        claimed_ttl_s: seconds that a ticket stays in the store after its acknowledgement, for a
+            second claim.
         name: this node's name, for people.
     """
 
@@ -481,11 +496,17 @@ class Tickets:
         self.notifier: Notifier = storage.store.notifier()
 
     def keys_of(self, prompt: Prompt) -> KeyRun:
-        """Return the keys of all blocks of a prompt, the tail included."""
+        """Return the keys of all blocks of a prompt, the tail's included.
+
+        Each key is computed when it is first read.
+        """
         return self._tiers.copies.prompt_keys(prompt)
 
     def hashed_keys_of(self, prompt: Prompt) -> Coroutine[None, None, KeyRun]:
-        """Return the keys of all blocks as `keys_of` does, with all digests computed."""
+        """Compute the keys of all blocks of a prompt, the tail's included, and return them.
+
+        Other tasks of the event loop run meanwhile.
+        """
         return self._tiers.copies.hashed_keys(prompt)
 
     # The prefill node's side
@@ -496,14 +517,18 @@ class Tickets:
         first_tokens: Sequence[int],
         sampling: Mapping[str, str] | None = None,
     ) -> Ticket:
-        """Return the complete ticket that `opened` has announced, without writing it.
+        """Create the complete ticket that `opened` has announced, without writing it.
 
         Its lifetime begins now.
 
         Args:
             opened: the open ticket.
-            first_tokens: generated tokens that follow the prompt.
-            sampling: sampling parameters of these tokens; None to state none.
+            first_tokens: ids of the generated tokens that follow the prompt.
+            sampling: names and values of the sampling parameters of these tokens; None to state
+                none.
+
+        Returns:
+            The ticket; `complete` writes it.
         """
         fields = {name: getattr(opened, name) for name in OpenTicket.__struct_fields__}
         del fields["failure"]
@@ -522,13 +547,16 @@ class Tickets:
         prompt: Prompt,
         direct: DirectAddress | None = None,
     ) -> OpenTicket:
-        """Return an open ticket for a prompt of this node, without writing it; see `begin`.
+        """Create an open ticket for a prompt of this node, without writing it.
 
         Args:
             ticket_id: id of the ticket.
             prompt: the prompt to publish.
-            direct: address of the blocks in this node's memory; None if they are read from storage
-                only.
+            direct: address at which claimers ask for the blocks in this node's memory; None if they
+                can only be read from storage.
+
+        Returns:
+            The open ticket; `begin` writes it.
         """
         now = self.now()
         return OpenTicket(
@@ -547,20 +575,20 @@ class Tickets:
     async def put(
         self, ticket: Ticket | OpenTicket, *, only_new: bool = False, generation: int | None = None
     ) -> bool:
-        """Write a ticket, in place of the present one if there is one.
+        """Write a ticket or open ticket, and replace a present one of the same kind and id.
 
         Args:
-            ticket: a ticket or an open ticket.
+            ticket: the ticket or open ticket.
             only_new: True to write only if there is none.
-            generation: the generation (see `Deletions`) in which the ticket's blocks were computed;
-                None for the present one.
+            generation: the number of deletions of all stored values (`Deletions.generation`) when
+                the ticket's blocks were computed; None for the present number.
 
         Returns:
-            True if the ticket was written.
+            True if the ticket was written; False if `only_new` is True and there is one already.
 
         Raises:
-            StoreUnavailableError: the store did not accept the ticket, or stored values were
-                deleted after this generation.
+            StoreUnavailableError: the store did not accept the ticket, or the stored values have
+                been deleted since the blocks were computed.
         """
         name_of = self.names.ticket if isinstance(ticket, Ticket) else self.names.open_ticket
         name, ttl_s = name_of(ticket.ticket_id), self._ticket_ttl_s + EXPIRED_GRACE_S
@@ -578,7 +606,7 @@ class Tickets:
         return await abandonable(self._tiers.work.started, put, "tierkv-write-ticket")
 
     async def forget_ended(self, ticket_id: str) -> None:
-        """Delete the ticket and acknowledgement of an earlier, finished hand-off of this id.
+        """Delete the ticket and the acknowledgement of an earlier hand-off that used this id.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -595,7 +623,7 @@ class Tickets:
             await self._storage.store.delete([self.names.open_ticket(ticket_id)])
 
     async def forget(self, ticket_id: str) -> bool:
-        """Delete ticket, open ticket and acknowledgement; return True if there was one of them.
+        """Delete ticket, open ticket and acknowledgement; return True if at least one was there.
 
         Waiting decode nodes are not notified.
 
@@ -609,7 +637,10 @@ class Tickets:
         return await self._storage.store.delete([name(ticket_id) for name in kinds]) > 0
 
     async def forget_all(self) -> int:
-        """Delete all nodes' tickets with fingerprints of this service; return the values' number.
+        """Delete the tickets of all nodes that have a fingerprint of this node.
+
+        Returns:
+            The number of deleted values: tickets, open tickets and acknowledgements.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -626,7 +657,7 @@ class Tickets:
         return removed
 
     async def _ours(self, name: str, kind: type[Ticket | OpenTicket]) -> str | None:
-        """Return the id of a ticket with a fingerprint of this service; None for other values."""
+        """Return the id of the ticket stored as `name`, or None if it has a foreign fingerprint."""
         try:
             value = await self._values.get(name, max_bytes=MAX_TICKET_BYTES)
             ticket = None if value is None else kind.decode(value)
@@ -640,19 +671,22 @@ class Tickets:
 
         Args:
             ticket_id: id of the ticket.
-            message: WHOLE, FAILED, or PROGRESS followed by the number of blocks that are stored.
+            message: WHOLE if the ticket is written; FAILED if it will not come; or PROGRESS
+                followed by the number of blocks that are stored.
 
         Returns:
-            The coroutine that sends it.
+            The coroutine that sends the message.
         """
         return self.notifier.notify(self.names.ticket(ticket_id), message)
 
     def hint(self, ticket_id: str, message: str) -> None:
-        """Send a message as `notify` does, in a task that logs failures.
+        """Start a task that sends a message to the nodes that wait for a ticket.
+
+        The task logs a failure.
 
         Args:
             ticket_id: id of the ticket.
-            message: the message.
+            message: WHOLE, FAILED, or PROGRESS followed by the number of blocks that are stored.
         """
         self._tiers.work.start(self._notify_or_log(ticket_id, message), "tierkv-hint")
 
@@ -677,7 +711,7 @@ class Tickets:
 
         Args:
             ticket_id: id of the ticket.
-            digests: digests of the prompt's blocks, the tail's included.
+            digests: hashes of the keys of the prompt's blocks, the tail's included.
 
         Raises:
             DuplicateRequestError: the id is in use for another prompt.
@@ -702,9 +736,11 @@ class Tickets:
                 )
 
     async def begin(self, ticket: OpenTicket) -> None:
-        """Write an open ticket after the liveness lease. Call this inside `lease.held`.
+        """Write an open ticket as soon as the liveness lease is written.
 
-        Values of an earlier hand-off of the same id are replaced.
+        Call this inside `lease.held`.
+
+        The records of an earlier hand-off with the same id are replaced.
 
         Raises:
             DuplicateRequestError: the id is in use for another prompt.
@@ -718,17 +754,17 @@ class Tickets:
         self.hint(ticket.ticket_id, f"{PROGRESS}0")
 
     async def complete(self, ticket: Ticket, *, generation: int | None = None) -> None:
-        """Write the ticket of a prompt with all blocks stored, and notify waiting decode nodes.
+        """Write the ticket of a prompt, and notify waiting decode nodes. Store all blocks before.
 
         Args:
             ticket: the complete ticket.
-            generation: the generation (see `Deletions`) in which the ticket's blocks were computed;
-                None for the present one.
+            generation: the number of deletions of all stored values (`Deletions.generation`) when
+                the ticket's blocks were computed; None for the present number.
 
         Raises:
             DuplicateRequestError: the id is in use for another prompt.
-            StoreUnavailableError: the store did not accept the ticket, or stored values were
-                deleted after this generation.
+            StoreUnavailableError: the store did not accept the ticket, or the stored values have
+                been deleted since the blocks were computed.
         """
         await self._claim_name(ticket, generation)
         self.hint(ticket.ticket_id, WHOLE)
@@ -752,7 +788,7 @@ class Tickets:
             await self.notify(ticket.ticket_id, FAILED)
 
     async def _claim_name(self, ticket: Ticket | OpenTicket, generation: int | None = None) -> None:
-        """Write the ticket if its id is free; of two writers at a time, the store accepts one."""
+        """Write the ticket under its id; raise if the id is in use for another prompt."""
         if generation is None:
             generation = self._storage.deletions.generation
         if not await self.put(ticket, only_new=True, generation=generation):
@@ -804,7 +840,7 @@ class Tickets:
             return None
 
     async def is_claimed(self, ticket: Ticket) -> bool:
-        """Return True if this ticket was claimed.
+        """Return True if the store has an acknowledgement of this ticket.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -813,12 +849,12 @@ class Tickets:
         return claimed is not None and claimed.created_at == ticket.created_at
 
     def check(self, ticket: Ticket | OpenTicket, space: str, keys: KeyRun) -> None:
-        """Check that a ticket is for this prompt, not expired, and from a compatible node.
+        """Check that a ticket is for this prompt, has not expired, and is from a compatible node.
 
         Args:
             ticket: a ticket or an open ticket.
-            space: name of the prompt's space.
-            keys: all keys of the prompt.
+            space: name of the prompt's space, which stands for one fingerprint.
+            keys: keys of all blocks of the prompt, the tail's included.
 
         Raises:
             HandoffError: the ticket cannot be used; its reason is a HandoffProblem.
@@ -840,8 +876,8 @@ class Tickets:
 
         Args:
             ticket: a ticket or an open ticket.
-            space: the space whose fingerprint the ticket must have; None for any space of this
-                node.
+            space: name of the space, the fingerprint of which the ticket must have; None to accept
+                each fingerprint of this node.
 
         Returns:
             The error to raise; None if the ticket can be used.
@@ -862,14 +898,14 @@ class Tickets:
         return self.now() > ticket.expires_at
 
     def now(self) -> float:
-        """Return the time by which tickets are made and compared, in Unix seconds.
+        """Return the present time for the creation and expiry of tickets, in Unix seconds.
 
-        This is the store's clock if the store has one, so that all nodes agree.
+        If the store has a clock, all nodes use it and agree; otherwise each node uses its own.
         """
         return self._storage.store.now()
 
     def _expired(self, ticket: Ticket | OpenTicket) -> HandoffError:
-        """Return the error for an expired ticket, which names the clock that decided."""
+        """Return the error for an expired ticket; its text names the clock that was used."""
         skew_s = self._storage.store.health.clock_skew_s
         if skew_s is None:
             clock = "this node's clock, as the store has no clock"
@@ -913,7 +949,10 @@ class Tickets:
         kind: type[_Named],
         max_bytes: int = MAX_TICKET_BYTES,
     ) -> _Named | None:
-        """Return the record of this kind for a ticket, None for none; raise if it is wrong."""
+        """Return the record of type `kind` for a ticket, or None.
+
+        Raise HandoffError if it is damaged.
+        """
         check_id(ticket_id)
         try:
             value = await self._values.get(name_of(ticket_id), max_bytes=max_bytes)
@@ -935,7 +974,7 @@ def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
     """Check that the store accepted all values of a write.
 
     Args:
-        storage: the storage that was written to.
+        storage: the storage tier, which an error names.
         outcomes: the outcome of each value.
 
     Raises:
@@ -947,7 +986,7 @@ def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
 
 
 def _refused(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableError:
-    """Return the error for a value that the store refused; StoreRefusedError if it is full."""
+    """Return the error for a refused write: StoreRefusedError if the store is full."""
     is_full = outcome.status is PutStatus.FULL
     kind = StoreRefusedError if is_full else StoreUnavailableError
     return kind(f"{url} did not accept {what}: {outcome.reason}")
@@ -955,20 +994,22 @@ def _refused(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableError:
 
 @dataclass(slots=True)
 class HandoffStats:
-    """Counts since the start.
+    """Counts of a node's hand-offs since its start.
 
     Attributes:
-        early_blocks: those of `published_blocks` that were stored before their prompt was computed.
-        failed_publishes: prompts without a ticket after a failure.
+        early_blocks: those of `published_blocks` that were stored while their prompt was being
+            computed.
+        failed_publishes: publishes that ended without a ticket.
         claims_without_ticket: claims that went on without a ticket, because their policy allows
             computing.
-        shown_blocks: blocks of this node's tiers that claiming nodes were told to read directly.
+        shown_blocks: blocks in this node's memory, the addresses of which were sent to claiming
+            nodes.
         device_blocks: blocks that this node read from other nodes' devices.
         memory_blocks: blocks that this node read from host tiers of other nodes on the same
             machine.
         network_blocks: blocks that this node read from host tiers on other machines.
-        damaged_direct_blocks: blocks that had changed at the producer when they were read directly,
-            and were fetched from storage instead.
+        damaged_direct_blocks: blocks that had changed in the producer's memory when they were read
+            from there, and were fetched from storage instead.
     """
 
     published_prompts: int = 0
@@ -1014,7 +1055,7 @@ class Standing(Enum):
 
 
 class TicketStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket's state and what is known about it; unknown fields are None.
+    """A ticket's state and data, as read from the store; fields that are not known are None.
 
     Attributes:
         detail: one sentence, "" if there is nothing to add.
@@ -1037,11 +1078,16 @@ class TicketStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def status_of(tickets: Tickets, ticket_id: str) -> TicketStatus:
-    """Return the state of a ticket, from a few small reads; a failed read is a state, too.
+    """Read the state of a ticket from the store.
+
+    If the store does not answer, the returned state is UNAVAILABLE.
 
     Args:
         tickets: reads the ticket's records.
         ticket_id: id of the ticket.
+
+    Returns:
+        The state, with the data of the ticket as far as it can be read.
 
     Raises:
         BadRequestError: the id cannot be encoded as UTF-8.
@@ -1100,7 +1146,7 @@ _CHECK_EVERY_S = 5.0
 
 
 class _Issued(msgspec.Struct, frozen=True):
-    """A ticket that this node publishes. Times are Unix seconds."""
+    """A ticket that this node announced or published. Times are Unix seconds."""
 
     ticket_id: str
     state: Standing
@@ -1109,7 +1155,7 @@ class _Issued(msgspec.Struct, frozen=True):
 
 
 class TicketLedger:
-    """The states of the tickets that this node published last.
+    """The states of the newest tickets that this node announced or published.
 
     Args:
         tickets: reads the acknowledgements.
@@ -1124,9 +1170,10 @@ class TicketLedger:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """During the body, look in the store for the ends of the tickets that `hold` registered.
+        """While the body runs, find out from the store if published tickets were claimed.
 
-        At the end of the body, call every callback that is still registered.
+        At the end of the body, call every callback that `hold` registered and that was not called
+        yet.
         """
         try:
             async with supervised({"tierkv-ticket-ledger": self._keep_checking}):
@@ -1136,7 +1183,7 @@ class TicketLedger:
                 self._release_holds(ticket_id)
 
     def state_of(self, ticket_id: str) -> Standing | None:
-        """Return the state of a ticket; None if it is not among the last ones of this node."""
+        """Return the state of a ticket; None if it is not among the newest tickets of this node."""
         issued = self._issued.get(ticket_id)
         return None if issued is None else issued.state
 
@@ -1145,21 +1192,24 @@ class TicketLedger:
         return len(self._holds)
 
     def hold(self, ticket_id: str, release: Callable[[str], None]) -> None:
-        """Register a callback for a ticket's end: acknowledged, failed or expired.
+        """Register a callback for the end of a ticket.
+
+        A ticket ends when it is acknowledged, when publishing fails, or when it expires.
 
         Args:
             ticket_id: id of the ticket.
-            release: called once with the reason why the ticket failed ("" if it did not), to
-                release the memory that was kept for the ticket.
+            release: called once, when the ticket or the ledger has ended, to release the memory
+                reserved for the ticket. Its argument is the reason why the ticket failed; "" if it
+                did not.
         """
         self._holds.setdefault(ticket_id, []).append(release)
 
     def opened(self, ticket: OpenTicket) -> None:
-        """Record that a ticket was announced."""
+        """Record that an open ticket of this node announces a ticket."""
         self._put(ticket, Standing.OPEN)
 
     def failed(self, ticket_id: str, failure: str) -> None:
-        """Record that no ticket will come, and call the callbacks of `hold`.
+        """Record that no ticket will come, and call the callbacks that `hold` registered for it.
 
         Args:
             ticket_id: id of the ticket.
@@ -1169,7 +1219,7 @@ class TicketLedger:
         self._release_holds(ticket_id, failure or "it failed")
 
     def published(self, ticket: Ticket) -> None:
-        """Record that a ticket was written."""
+        """Record that a complete ticket was written."""
         self._put(ticket, Standing.WHOLE)
         self._came.set()
 
@@ -1194,7 +1244,7 @@ class TicketLedger:
         return [one for one in self._issued.values() if one.state is Standing.WHOLE]
 
     async def _keep_checking(self) -> None:
-        """Look for acknowledgements after each message of one, and from time to time."""
+        """Read acknowledgements after each message about a claim, and every few seconds."""
         while True:
             while not self._waiting():
                 self._came.clear()

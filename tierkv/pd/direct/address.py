@@ -1,7 +1,8 @@
-"""Addresses of a prefill node's memory, as written in tickets, and the protocol to ask there.
+"""Addresses in tickets at which claimers ask for blocks in memory, and the protocol to ask there.
 
-The decode node (claimer) asks the prefill node (producer) where the blocks of a ticket lie. The
-protocol runs over TCP, or over Unix sockets, for which the kernel names the user at the other end.
+The decode node (claimer) asks the prefill node (producer) where the blocks of a ticket lie in its
+memory. The protocol runs over TCP, or over Unix sockets, for which the kernel names the user at the
+other end.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ MAX_BLOCKS = 8192  # of one answer: under 1 MiB
 
 
 class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The address at which a claiming node asks a producer for the blocks of a ticket.
+    """The address at which a claimer asks a producer where the blocks of a ticket lie in memory.
 
     Attributes:
         host: IP address of the producer's server.
-        port: its port.
-        secret: permits the holder to ask.
-        offer: name of the ticket's blocks at the server.
-        machine: identity of the machine and user within which processes can read each other's
-            memory; "" if that is impossible.
+        port: TCP port of the server.
+        secret: authenticates the claimer's messages; everyone who has it may ask.
+        offer: name by which the server finds the ticket's blocks.
+        machine: identity of the producer's machine and user, within which processes can read each
+            other's memory; "" if that is impossible.
         name: name of the Unix socket of the same server, for claimers on `machine`; "" for none.
-        pid: process whose host tier can be read on `machine`; 0 for none.
+        pid: id of the process whose host tier can be read on `machine`; 0 for none.
         place: device and machine whose planes (device memory) can be read, see SharedPlanes; "" for
             none.
         engine: the producer's name in Mooncake's transfer engine; "" if that does not run.
@@ -68,16 +69,16 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """A question for the places of blocks [first, stop) of an offer.
+    """A claimer's question: where do blocks [first, stop) of an offer lie in the producer's memory?
 
-    A new question lets the producer release the blocks of its last answer.
+    A new question on the same connection lets the producer evict the blocks of its last answer.
 
     Attributes:
         offer: name of the blocks, from the ticket's address.
         first: index of the first block in the prompt.
         stop: index after the last block.
         machine: identity of the claimer's machine, to ask for blocks on the producer's device; ""
-            for the host.
+            to ask for blocks in its host tier.
     """
 
     offer: str
@@ -87,20 +88,22 @@ class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The places of blocks. The blocks stay in place until the next question.
+    """A producer's answer: where blocks lie in its memory.
 
-    They may leave earlier if the connection closes, or if no question comes for some seconds.
+    The producer does not evict these blocks until the next question on the same connection. The
+    protection ends earlier if the connection closes, or if no question comes for some seconds.
 
     Attributes:
         blocks: indices in the prompt of the blocks that are in the host tier.
         addresses: address of each of these blocks in the producer's memory.
         headers: header of each of these blocks in the stored format, with the checksum of its
             bytes.
-        planes: the producer's device memory, if the claimer asked for it and may read it; otherwise
-            None.
-        block_ids: device blocks in `planes`, from the question's first block on.
-        was_held: True if the blocks of the last answer on this connection have stayed in place
-            until this answer, and the device has not failed.
+        planes: description of the producer's device memory; None if the claimer did not ask for it
+            or may not read it.
+        block_ids: ids in `planes` of consecutive blocks of the prompt, from the question's `first`
+            on.
+        was_held: True if the blocks of the last answer on this connection stayed in place until
+            this answer, and the device has not failed.
         failure: the reason why the producer gave the ticket up; "" if it did not.
     """
 
@@ -121,9 +124,9 @@ class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Channel:
-    """One connection, whose messages are authenticated with a secret that both ends have.
+    """One connection between claimer and producer, with messages authenticated by a shared secret.
 
-    A message that is repeated, or sent on another connection, is refused.
+    A message is refused if it is repeated, or was recorded on another connection.
 
     Args:
         reader: the receiving side of the stream.
@@ -137,13 +140,13 @@ class Channel:
         self._count = 0
 
     async def greet(self) -> None:
-        """Send the producer's first message: random bytes that every authentication includes."""
+        """Send the producer's first message: random bytes for later authentication codes."""
         self._nonce = os.urandom(NONCE_BYTES)
         self._writer.write(self._nonce)
         await self._writer.drain()
 
     async def be_greeted(self) -> None:
-        """Receive the producer's first message (see `greet`)."""
+        """Receive the producer's first message, the random bytes for later authentication codes."""
         self._nonce = await self._reader.readexactly(NONCE_BYTES)
 
     async def send_ask(self, ask: DirectAsk, secret: bytes) -> None:
@@ -165,7 +168,7 @@ class Channel:
         await self._send(codec.seal(_ANSWER, _VERSION, answer), secret)
 
     async def next_ask(self, node_secret: bytes) -> DirectAsk:
-        """Wait for the next question and return it.
+        """Wait for the claimer's next question and return it.
 
         Args:
             node_secret: secret of the producer's process, from which the offers' secrets are
@@ -224,7 +227,9 @@ class Channel:
 
 
 def secret_of(node_secret: bytes, offer: str) -> bytes:
-    """Return the secret of an offer, 16 bytes. A claimer that has it has read the ticket.
+    """Return the secret of an offer, 16 bytes, which is written into the ticket.
+
+    Only processes that can read the ticket can therefore ask for its blocks.
 
     Args:
         node_secret: secret of the producer's process.
@@ -234,7 +239,7 @@ def secret_of(node_secret: bytes, offer: str) -> bytes:
 
 
 def this_machine() -> str:
-    """Return an id of this machine, pid namespace and user; "" if the system does not say.
+    """Return an id of this machine, pid namespace and user; "" if the system provides none.
 
     Only processes with the same id can read each other's memory.
     """
@@ -266,7 +271,7 @@ def near_listener(backlog: int) -> socket.socket | None:
 
 
 def name_of(here: socket.socket) -> str:
-    """Return the name of a listening socket, for `connect_near`."""
+    """Return the name of a listening Unix socket, which `connect_near` needs."""
     name: bytes = here.getsockname()
     return name[1:].decode()
 

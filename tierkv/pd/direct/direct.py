@@ -1,7 +1,7 @@
 """Direct paths: reading blocks from the memory of the node that computed them, without storage.
 
-Both sides are here: the server of a prefill node (producer), and the reads of a decode node
-(claimer), which has a connection for each claim.
+Both sides are here. A prefill node (producer) runs a server. A decode node (claimer) has a
+connection to it for each claim, and reads the blocks.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ _PLAIN = PlainCodec(PayloadCodecs())  # the bytes travel as they lie in memory
 
 @dataclass(slots=True)
 class ShownBlocks:
-    """The blocks in the last answer on one connection, protected from eviction.
+    """The leases of the blocks in the last answer on one connection.
 
     Attributes:
         uid: user id of the claimer; None if it is not known.
-        leases: the leases of the blocks.
+        leases: the leases.
     """
 
     uid: int | None
@@ -78,11 +78,11 @@ class ShownBlocks:
 
 
 class DirectServer:
-    """The prefill node's side: tells claimers in which host slots or device blocks a prompt is.
+    """The prefill node's server, which claimers ask where blocks of a prompt lie in its memory.
 
     The server listens on a TCP port and, for this machine, on a Unix socket, both opened at the
-    first offer. The blocks of an answer stay in place until the claimer's connection closes, or for
-    `held_s` seconds without another question.
+    first offer. The blocks of an answer are not evicted until the claimer's connection closes, or
+    until `held_s` seconds have passed without another question.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators and settings
@@ -100,11 +100,11 @@ class DirectServer:
         """Create the server; the first `offer` opens its sockets.
 
         Args:
-            tiers: the tiers of the prompts.
+            tiers: the tiers of this node.
             slices: the layout of stored blocks.
             slots: the host tier's memory.
-            where: host and port; port 0 for a free one.
-            machine: identity of this machine; see `this_machine`.
+            where: IP address and TCP port; port 0 for a free one.
+            machine: identity of this machine, from `this_machine`.
             planes: describes this node's device memory; None if other processes cannot read it.
             held_s: seconds that the blocks of an answer stay in place without another question.
             on_blocks: called with the number of blocks in each answer.
@@ -122,14 +122,17 @@ class DirectServer:
         self._prompts: dict[str, Prompt] = {}  # by the name of their offer
         self._failures: OrderedDict[str, str] = OrderedDict()  # of ended offers, the newest last
         self._listener: socket.socket | None = None
-        self._near: socket.socket | None = None  # the same for processes of this machine
+        self._near: socket.socket | None = None  # a Unix socket, for this machine
         self._wanted = asyncio.Event()
         self._claimers: set[asyncio.Task[None]] = set()
-        self.num_leases = 0  # for claimers, right now
+        self.num_leases = 0  # of claimers now
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Answer questions in the body; at the end close all connections and release blocks."""
+        """Answer questions while the body runs.
+
+        At its end close all connections and release all blocks.
+        """
         async with self._threads.running():
             try:
                 async with (
@@ -146,14 +149,14 @@ class DirectServer:
                         one.close()
 
     def offer(self, offer: str, prompt: Prompt) -> DirectAddress:
-        """Answer questions about the prompt's blocks until `forget`.
+        """Answer questions about the prompt's blocks until `forget` is called.
 
         Args:
-            offer: a name that no other prompt has.
+            offer: name of the offer, which no other prompt has.
             prompt: the prompt whose blocks are offered.
 
         Returns:
-            The address to ask.
+            The address at which claimers ask.
 
         Raises:
             ConfigError: this node cannot listen.
@@ -170,10 +173,10 @@ class DirectServer:
         return offer in self._prompts
 
     def forget(self, offer: str, failure: str) -> None:
-        """End an offer. Blocks of earlier answers are released when their connections end.
+        """End an offer. Blocks in earlier answers stay protected until their connections end.
 
         Args:
-            offer: the name of the offer.
+            offer: name of the offer.
             failure: the reason why there is no ticket, for claimers that ask; "" for none.
         """
         self._prompts.pop(offer, None)
@@ -248,10 +251,7 @@ class DirectServer:
     # Answers to claimers
 
     async def _answer(self, ask: DirectAsk, held: ShownBlocks) -> DirectAnswer:
-        """Return the places of the wanted blocks that are ready, and protect these from eviction.
-
-        The protection of the blocks in the last answer ends.
-        """
+        """Answer a question, and lease the answer's blocks instead of the last answer's."""
         was_held = bool(held.leases) and self._tiers.mover.device.failure is None
         self._release_shown(held)
         prompt = self._prompts.get(ask.offer)
@@ -282,7 +282,7 @@ class DirectServer:
 
     async def _on_device(self, ask: DirectAsk, prompt: Prompt, held: ShownBlocks) -> DirectAnswer:
         stop = min(ask.stop, self._tiers.index.match(prompt).device_blocks)
-        # A handle permits reading and writing all planes, as this user's processes can anyway.
+        # The handle lets a process read and write all planes, as each one of this user can anyway.
         may = ask.machine == self._machine and held.uid == os.geteuid()
         is_sound = self._tiers.mover.device.failure is None
         if stop <= ask.first or self._planes is None or not may or not is_sound:
@@ -331,7 +331,12 @@ _ANSWER_S = 1.0  # an answer takes some ms; without one, blocks come from storag
 
 
 class Claimer:
-    """The decode node's side of one claim: asks the producer for the places of blocks."""
+    """The decode node's side of one claim: it asks the producer where blocks lie in its memory.
+
+    Attributes:
+        came: ranges of the prompt's tokens that this claim has fetched, from any source.
+        direct: those ranges that were read from the producer's memory.
+    """
 
     def __init__(
         self,
@@ -342,13 +347,14 @@ class Claimer:
         machine: str,
         may_land: Callable[[], bool],
     ) -> None:
-        """Create the claimer; `learn` gives it the producer's address.
+        """Create the claimer, without an address; `learn` sets it.
 
         Args:
             tiers: the tiers of this node.
-            offers: the list of blocks that fetches read from producers; answers are added to it.
-            landing: copies from other nodes' devices; None if this node cannot.
-            machine: identity of this machine; see `this_machine`.
+            offers: the list of producers' blocks that this node's fetches read; answers are added
+                to it.
+            landing: copies blocks from other nodes' devices; None if this node cannot.
+            machine: identity of this machine, from `this_machine`.
             may_land: returns True if the device has room for the claim's blocks now.
         """
         self._tiers = tiers
@@ -366,7 +372,10 @@ class Claimer:
         self.direct: list[range] = []  # those that were read from the producer's memory
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
-        """Use the producer's address in a ticket; another address means another producer."""
+        """Set the producer's address to the one in a ticket or open ticket.
+
+        If the address differs from the present one, close the connection to the present producer.
+        """
         address = ticket.direct
         if address is None or address == self._address:
             return
@@ -377,9 +386,11 @@ class Claimer:
         self._peer = self._offers.peer(address, is_near=self._is_near)
 
     async def ask(self, prompt: Prompt) -> None:
-        """Copy missing blocks of `prompt` to the device, or list their places for fetches.
+        """Ask the producer where the missing blocks of `prompt` lie in its memory.
 
-        One call may run at a time.
+        Blocks on its device are copied to this node's device in this call, if possible. Blocks in
+        its host tier are added to the list that fetches of this node read. One call may run at a
+        time.
         """
         if self._near is not None and self._may_land():
             await self._land(prompt, self._near)
@@ -419,10 +430,7 @@ class Claimer:
                 self._hang_up()  # an answer may still be on its way
 
     async def _was_held(self, channel: Channel, address: DirectAddress) -> bool:
-        """Return True if the producer still has the blocks of its last answer in place.
-
-        `channel` is the connection of that answer; it may be closed by now.
-        """
+        """Return True if the producer still protects the blocks of its last answer on `channel`."""
         nothing = DirectAsk(offer=address.offer, first=0, stop=0)
         try:
             async with asyncio.timeout(_ANSWER_S):
@@ -433,7 +441,7 @@ class Claimer:
             return False
 
     async def _answer_to(self, first: int, stop: int, machine: str = "") -> DirectAnswer | None:
-        """Ask the producer for the places of blocks [first, stop); None if it does not answer."""
+        """Ask the producer where blocks [first, stop) lie; None if it does not answer."""
         if self._is_silent or self._address is None:
             return None
         ask = DirectAsk(offer=self._address.offer, first=first, stop=stop, machine=machine)
@@ -461,7 +469,8 @@ class Claimer:
     async def failure(self) -> str:
         """Ask the producer why it gave the ticket up; return "" if it did not, or does not answer.
 
-        The question has a connection of its own, as on that of `ask` it would release blocks.
+        The question uses a connection of its own, because a question on the connection of `ask`
+        would release blocks.
         """
         address = self._address
         if address is None:
@@ -505,7 +514,7 @@ class Claimer:
             self._channel = None
 
     def close(self) -> None:
-        """Close the connection, so that the producer releases its blocks."""
+        """Close the connection, so that the producer can evict the blocks of its last answer."""
         self._hang_up()
         self._address = self._peer = self._near = None
 
@@ -515,20 +524,21 @@ _ENGINE_START_S = 10.0
 
 
 class Direct:
-    """The direct paths of this node, a `PeerSource`.
+    """The `PeerSource` of a node that offers its memory, or reads other nodes' memory.
 
-    Fetches use `offers` as their source, which reads from producers inside `running()`.
+    Inside `running()`, fetches that use `offers` as their source read blocks from producers.
 
     Args:
         tiers: the tiers of this node.
         storage: the storage tier.
         slots: the host tier's memory.
         settings: the permitted paths and addresses.
-        codecs: returns the codec of a fingerprint, by its short form; None for plain checksums.
-            Signed or encrypted blocks are not offered, because everyone who can read the store can
-            read the secrets in tickets.
+        codecs: returns the codec for stored blocks of the fingerprint with this short form; None if
+            all blocks have plain checksums. Signed or encrypted blocks are not offered, because
+            everyone who can read the store can read the secrets in tickets.
         stats: counts of the node's hand-offs.
-        allocate: acquires device slots; see `Scheduler.acquire_device`.
+        allocate: `Scheduler.acquire_device`, which acquires device slots for a number of blocks of
+            a prompt.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators
@@ -598,7 +608,7 @@ class Direct:
     async def _share_device(self, stack: AsyncExitStack) -> None:
         sharing = self._tiers.mover.device.sharing
         is_asked_for = self._settings.direct is DirectPath.DEVICE
-        # Between CPUs the path `memory` does as well.
+        # Between CPUs, the path `memory` is as fast.
         if sharing is None or (sharing.place == CPU_PLACE and not is_asked_for):
             if is_asked_for:
                 log.warning(

@@ -1,4 +1,6 @@
-"""Copies of a claimed prompt from the producer's device to this node's, bypassing the host tiers.
+"""Copies of a claimed prompt's blocks from the producer's device to this node's device.
+
+The copies bypass both host tiers:
 
 acquire device slots -> copy the producer's blocks
     -> check that the producer kept them in place meanwhile -> insert them into the index
@@ -32,15 +34,14 @@ _ROOM_S = 2.0
 
 
 class ShownPlanes:
-    """The description of this node's planes (device memory) for other processes."""
+    """The description of this node's planes (device memory), for processes that open them."""
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
-        """Keep what `describe` needs; nothing is described yet.
+        """Create the object; `describe` makes the description.
 
         Args:
             sharing: makes device memory readable for other processes.
-            planes: returns this node's present planes (its device memory); called by each
-                `describe`.
+            planes: returns this node's present planes; called by each `describe`.
         """
         self._sharing = sharing
         self._planes = planes
@@ -48,10 +49,10 @@ class ShownPlanes:
         self._described: tuple[Planes, SharedPlanes] | None = None
 
     def describe(self) -> SharedPlanes:
-        """Return the description of the present planes.
+        """Return the description of this node's present planes.
 
         Raises:
-            ConfigError: no other process can open them.
+            ConfigError: other processes cannot open these planes.
         """
         planes = self._planes()
         if self._described is None or self._described[0] is not planes:
@@ -75,17 +76,19 @@ class _Open:
 
 
 class OpenPlanes:
-    """The open planes (device memory) of other nodes, one set per node. Use it from one thread.
+    """Other nodes' planes (device memory) that this process has opened. Use it from one thread.
 
-    Open planes keep the other node's memory from being freed, even if that node is dead or asleep.
+    While planes are open, the other node's memory is not freed, even if that node is dead or
+    asleep.
     """
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
-        """Prepare copies.
+        """Create the object, without open planes; `copy` opens them.
 
         Args:
             sharing: opens planes of other processes.
-            planes: returns this node's present planes, the target; called for each copy.
+            planes: returns this node's present planes, into which blocks are copied; called for
+                each copy.
         """
         self._sharing = sharing
         self._planes = planes
@@ -96,8 +99,8 @@ class OpenPlanes:
 
         Args:
             shared: description of the other node's planes.
-            source_ids: the other node's blocks, int32 [n].
-            target_ids: this node's blocks, int32 [n].
+            source_ids: ids of the blocks in the other node's planes, int32 [n].
+            target_ids: ids of the blocks in this node's planes, int32 [n].
 
         Raises:
             ConfigError: the planes cannot be opened here.
@@ -134,9 +137,10 @@ class OpenPlanes:
 
 
 class Landing:
-    """Copies of blocks from other nodes' devices to this node's.
+    """The copies of blocks from other nodes' devices to this node's device.
 
-    Another node's memory is closed after CLOSE_UNUSED_S seconds without a copy.
+    Another node's memory is opened for a copy, and closed when it was not used for CLOSE_UNUSED_S
+    seconds.
     """
 
     def __init__(
@@ -147,14 +151,14 @@ class Landing:
         *,
         allocate: Callable[[Prompt, int], Ids],
     ) -> None:
-        """Prepare copies, which need `running`.
+        """Create the object; `land` copies blocks inside `running`.
 
         Args:
             tiers: the tiers of this node.
             sharing: opens the device memory of other processes.
             stats: counts of the node's hand-offs.
-            allocate: returns device slots for a number of blocks of a prompt; see
-                Scheduler.acquire_device.
+            allocate: `Scheduler.acquire_device`, which returns device slots for a number of blocks
+                of a prompt.
         """
         self._tiers = tiers
         self._allocate_now = allocate
@@ -166,7 +170,7 @@ class Landing:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Allow copies in the body; at the end, close all memory after the last copy."""
+        """Allow copies while the body runs; then close other nodes' memory after the last copy."""
         async with self._threads.running():
             try:
                 async with supervised({"tierkv-landing": self._keep_closing}):
@@ -188,14 +192,14 @@ class Landing:
         return bool(self._planes.num_open)
 
     def can_reach(self, place: str) -> bool:
-        """Return True if device memory of another process may be readable here.
+        """Return True if device memory of another process may be readable by this one.
 
         Args:
-            place: device and machine of the memory, as its owner describes them; "" if it shares
-                none.
+            place: device and machine of the memory, as its owner describes them; "" if the owner
+                shares no memory.
 
         Returns:
-            False if `place` is "", or if an earlier attempt to read memory there has failed.
+            False if `place` is "", or if an earlier attempt to open memory there has failed.
         """
         return bool(place) and place not in self._unreachable
 
@@ -207,15 +211,16 @@ class Landing:
         source_ids: Ids,
         was_held: Callable[[], Awaitable[bool]],
     ) -> bool:
-        """Copy blocks of `prompt` from the producer's device to this one.
+        """Copy blocks of `prompt` from the producer's device, and insert them into the index.
 
-        A cancelled call raises at once; the copy continues, and its slots are released at its end.
+        A cancelled call raises at once. The copy then continues, and its slots are released at its
+        end.
 
         Args:
             prompt: the prompt.
-            first: index of the first block to copy; this device has the blocks before it.
+            first: index of the first block to copy; this device must have the blocks before it.
             shared: description of the producer's device memory.
-            source_ids: the producer's blocks, int32 [n].
+            source_ids: ids of the blocks in the producer's device memory, int32 [n].
             was_held: asks the producer, after the copy, if it kept the blocks in place until then.
 
         Returns:
@@ -271,7 +276,7 @@ class Landing:
                 outcome.set_result(has_landed)
 
     async def _allocate(self, prompt: Prompt, count: int) -> Ids:
-        """Return device slots; wait up to _ROOM_S seconds for copies that make room."""
+        """Return device slots; wait up to _ROOM_S seconds if offloads or evictions make room."""
         async with asyncio.timeout(_ROOM_S):
             while True:
                 try:
@@ -282,7 +287,7 @@ class Landing:
                 await self._tiers.work.next_change()
 
     async def _copy(self, shared: SharedPlanes, source_ids: Ids, slots: Ids) -> str | None:
-        """Copy the blocks into `slots`; return the problem, None if all arrived."""
+        """Copy the blocks into `slots`; return the problem, or None if all of them arrived."""
         self._was_used.set()
         try:
             await self._threads.run(lambda: self._planes.copy(shared, source_ids, slots))
@@ -296,7 +301,8 @@ class Landing:
     def _enter(self, path: Lease, prompt: Prompt, slots: Ids) -> Ids:
         """Insert the blocks in `slots` into the index after those of `path`, and extend `path`.
 
-        Return the slots of blocks that the index has received from elsewhere in the meantime.
+        Return the slots that the index did not need, because it has received these blocks from
+        elsewhere in the meantime.
         """
         tiers, index, first = self._tiers, self._tiers.index, path.num_blocks
         stop = first + len(slots)

@@ -1,4 +1,4 @@
-"""The decode node's list of blocks in other nodes' host tiers, and the reads from there.
+"""The decode node's list of blocks in other nodes' host tiers, and the reads of these blocks.
 
 A block that does not arrive intact is fetched from storage, in the same call.
 """
@@ -63,8 +63,8 @@ class _Package(Protocol):
 class TransferEngine:
     """Mooncake's transfer engine of this node. Use it from one thread at a time.
 
-    Bytes arrive in a buffer and are then copied to their target: a failed read may still write to
-    the buffer later, but never to a slot that has another block by then.
+    Bytes arrive in a buffer and are copied from there to their target. A failed read may write
+    later, but only to the buffer, and never to a slot that has another block by then.
 
     Attributes:
         name: this node's name for the engines of other nodes.
@@ -93,7 +93,9 @@ class TransferEngine:
         self._shown: list[int] = []
 
     def show(self, memory: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
-        """Let other nodes read `memory` until `close`. A repeated call does nothing.
+        """Let other nodes read `memory` until `close`.
+
+        A repeated call for the same memory does nothing.
 
         Raises:
             ConfigError: the engine cannot register the memory.
@@ -111,7 +113,7 @@ class TransferEngine:
 
         Args:
             peer: name of the other node's transfer engine.
-            pieces: ranges to read, each with its target.
+            pieces: ranges of the other node's memory, each with the address to which it is copied.
 
         Raises:
             TransferError: the read failed; none of the targets was written.
@@ -138,7 +140,7 @@ class TransferEngine:
             ctypes.memmove(piece.ours, base + start, piece.num_bytes)
 
     def close(self) -> None:
-        """End the access of other nodes to this node's memory."""
+        """Stop the access of other nodes to this node's memory."""
         if self._engine is not None:
             for address in self._shown:
                 self._engine.unregister_memory(address)
@@ -160,7 +162,7 @@ class Peer:
     """A producer whose host tier one claim reads.
 
     Attributes:
-        path: the way in which its memory is read.
+        path: MEMORY on the same machine, otherwise NETWORK.
         read: reads ranges of its memory; raises TransferError if not all bytes arrived, and
             NotPermittedError if reading is forbidden.
         is_given_up: True after a failed read; its blocks are then fetched from storage.
@@ -195,9 +197,9 @@ class _Read:
 
 
 class Offers:
-    """The source that a `Fetcher` reads: producers that offer a block, otherwise storage.
+    """The source of blocks for a `Fetcher`: the host tier of a producer that has them, or storage.
 
-    Only for nodes without tensor parallelism, whose blocks are stored as one value.
+    Only for nodes without tensor parallelism, which store each block as one value.
 
     Args:
         storage: the storage tier.
@@ -236,7 +238,7 @@ class Offers:
             is_near: True if the producer runs on this machine.
 
         Returns:
-            The producer; None if its host tier cannot be read from here.
+            The producer; None if this node cannot read its host tier.
         """
         engine = self.engine
         if self.reads_memory and is_near and address.pid:
@@ -246,20 +248,20 @@ class Offers:
         return None
 
     def add(self, digest: bytes, offer: Offer) -> None:
-        """Add a producer's block to the list.
+        """Add a block in a producer's host tier to the list.
 
         Args:
-            digest: key of the block.
+            digest: hash of the block's key.
             offer: the block.
         """
         self._of.setdefault(digest, []).append(offer)
 
     def remove(self, digest: bytes, offer: Offer) -> None:
-        """Remove a producer's block from the list.
+        """Remove a block in a producer's host tier from the list.
 
         Args:
-            digest: key of the block.
-            offer: the object that was given to `add`.
+            digest: hash of the block's key.
+            offer: the same object that was passed to `add`.
         """
         left = [one for one in self._of[digest] if one is not offer]
         if left:
@@ -270,9 +272,9 @@ class Offers:
     # Called by the fetcher
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """Return how many of `keys` a producer offers or storage has, before the first one missing.
+        """Return the number of `keys` before the first one that neither a producer nor storage has.
 
-        Storage is asked from the first key on that no producer offers.
+        Storage is asked only for the keys from the first one on that no producer offers.
 
         Raises:
             StoreUnavailableError: the store does not answer, and no producer offers the first key.
@@ -292,10 +294,17 @@ class Offers:
             return shown
 
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
-        """Read blocks into host slots, from producers or storage; see `StorageIO.fetch`.
+        """Read blocks into host slots, from producers that offer them, otherwise from storage.
 
-        A block that is damaged at a producer is fetched from storage, and not counted as damaged
+        A block that is damaged at a producer is fetched from storage, and does not count as damaged
         there.
+
+        Args:
+            keys: keys of the blocks.
+            slot_ids: host slot of each block, int32 [n].
+
+        Returns:
+            The outcome of each block, in the order of `keys`.
         """
         if not self._of:
             return await self._storage.fetch(keys, slot_ids)
@@ -320,7 +329,10 @@ class Offers:
         return None
 
     async def _read(self, reads: Sequence[_Read], outcomes: list[GetOutcome]) -> None:
-        """Read blocks into their slots and check them; set the outcomes of intact ones to hits."""
+        """Read blocks into their slots and check them.
+
+        Set the outcome of each intact one to a hit.
+        """
         for peer in dict.fromkeys(read.offer.peer for read in reads):
             some = [read for read in reads if read.offer.peer is peer]
             try:
