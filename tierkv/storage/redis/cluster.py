@@ -1,8 +1,8 @@
-"""A Redis cluster: which server holds a name, and retries when that changes.
+"""A Redis cluster: sends each command to the server of its hash slot, also after slots move.
 
-A cluster divides names into 16,384 hash slots; each slot is held by one server, its master. If a
-server refuses a command or does not answer, the table of slots is read again (CLUSTER SLOTS): new
-servers are connected to, and connections to former ones are closed when idle.
+A cluster divides names into 16,384 hash slots. Each slot is stored by one server, its master. If a
+server refuses a command or does not answer, the table of slots is read again (CLUSTER SLOTS).
+Connections to new servers are then opened, and idle connections to former ones closed.
 
 batch -> by slot -> node 1: connections, pipelined --.
                  -> node 2: connections, pipelined ---> replies in the batch's order
@@ -51,12 +51,12 @@ _ASKING = memoryview(pack("ASKING"))
 
 @dataclass(slots=True)
 class _Attempt:
-    """A command under way, which may be sent several times.
+    """A command that is sent until it has a final reply.
 
     Attributes:
         call: the command.
-        result: the last reply.
-        target: the node that a redirection named; None for the master of the name's slot.
+        result: the last reply, or the reason why there is none.
+        target: the node that an ASK reply named; None for the master of the name's slot.
         is_ask: True if ASKING must precede the command, because the slot is still moving to
             `target`.
     """
@@ -83,8 +83,8 @@ class ClusterRouter:
     async def ping(self) -> None:
         """Check that every master answers.
 
-        If one does not, read the table of slots again and ask the masters in it. While no values
-        are read or written, only this call notices that a replica has become master.
+        If one does not, read the table of slots again and ask the masters in the new table. While
+        no values are read or written, only this call finds out that a replica has become master.
 
         Raises:
             StoreUnavailableError: a master did not answer.
@@ -134,10 +134,17 @@ class ClusterRouter:
         return found
 
     async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
-        """Send the command `verb name more` for each name, and return the numbers in the replies.
+        """Send the command `verb name more` for each name, and return the number in each reply.
 
-        See `Router.each`. Each master gets one request with its commands; all masters work at the
-        same time.
+        Each master gets one request with its commands; all masters work at the same time.
+
+        Args:
+            verb: for example EXISTS or PEXPIRE.
+            names: the names.
+            more: numbers that follow each name as further arguments, such as a time to live.
+
+        Raises:
+            StoreUnavailableError: a server did not answer.
         """
         answers = [0] * len(names)
         requests: list[tuple[list[int], WireRequest]] = []
@@ -170,7 +177,10 @@ class ClusterRouter:
         return answers
 
     def _by_master(self, names: Sequence[str]) -> dict[Address | None, list[int]]:
-        """Return the indexes of names by the address of their master, None for an unknown one."""
+        """Return, for each master, the indexes of its names.
+
+        Names of unknown masters are under None.
+        """
         table = self._topology.table
         # Addresses are grouped by identity first: hashing a thousand of them takes 0.5 ms.
         ranges: dict[int, tuple[Address | None, list[int]]] = {}
@@ -183,7 +193,7 @@ class ClusterRouter:
         return groups
 
     async def _try(self, attempts: Sequence[_Attempt], purpose: Purpose) -> list[_Attempt]:
-        """Send each command to its node, and return those that have to be sent again."""
+        """Send each command once; return the attempts that have to be repeated."""
         sent: list[tuple[_Attempt, Address, WireRequest]] = []
         again: list[_Attempt] = []
         topology = self._topology
@@ -240,18 +250,22 @@ _UNNAMED = "?"
 
 
 def slot_of(name: str) -> int:
-    """Return the hash slot of `name`, 0 to 16,383. Names have no braces, so no hash tag."""
+    """Return the hash slot of `name`, 0 to 16,383.
+
+    Hash tags are not considered, because a valid name contains no braces.
+    """
     return binascii.crc_hqx(name.encode(), 0) % NUM_SLOTS
 
 
 @dataclass(frozen=True, slots=True)
 class Redirection:
-    """The node that a server names for a hash slot.
+    """A MOVED or ASK reply: another node has the hash slot of the command.
 
     Attributes:
         slot: number of the slot, 0 to 16,383.
         address: the node to ask.
-        is_ask: True while the slot is still moving: only this one command goes to `address`.
+        is_ask: True for ASK: the slot is still moving, so only this one command goes to `address`.
+            False for MOVED: all commands go there from now on.
     """
 
     slot: int
@@ -267,8 +281,8 @@ def redirection(refusal: Refused, answered_by: Address) -> Redirection | None:
         answered_by: the node that sent it. An ASK without a host means the host of this node.
 
     Returns:
-        The redirection. None for another refusal, and for a MOVED without a host, which is in the
-            table of slots.
+        The redirection. None if the refusal is another error, or a MOVED without a host; the table
+            of slots then has the host.
     """
     words = refusal.message.split()
     if len(words) != _REDIRECTION_WORDS or words[0] not in {"MOVED", "ASK"}:
@@ -288,14 +302,14 @@ def _slot(text: str) -> int | None:
 
 
 def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
-    """Return the master of each slot, None for a slot without one.
+    """Return the master of each hash slot; None for a slot without a master.
 
     Args:
         reply: the reply to CLUSTER SLOTS.
         answered_by: the node that sent it. An entry without a host means the host of this node.
 
     Raises:
-        StoreUnavailableError: the reply is not a table of slots.
+        StoreUnavailableError: the reply is not a table of slots, or no slot has a master.
     """
     table: list[Address | None] = [None] * NUM_SLOTS
     if not isinstance(reply, list):
@@ -335,7 +349,7 @@ def _host(host: object, more: Sequence[object]) -> str:
 
 
 def masters(table: Sequence[Address | None]) -> list[Address]:
-    """Return each address in the table of slots once, in a fixed order."""
+    """Return the different addresses in a table of slots, sorted by host and port."""
     found = {address for address in table if address is not None}
     return sorted(found, key=lambda address: (address.host, address.port))
 
@@ -352,6 +366,8 @@ class _Member:
     """A node and the task that keeps it running.
 
     Attributes:
+        is_ready: set when the node is running.
+        is_left: set to end the task and close the node.
         num_users: number of calls that have requests at the node.
     """
 
@@ -365,10 +381,10 @@ class _Member:
 
 
 class Topology:
-    """The masters of a cluster and their slots, kept up to date by a task.
+    """The masters of a cluster and their hash slots, kept up to date by a task.
 
     Attributes:
-        table: the master of each hash slot, None for an unknown one.
+        table: the master of each hash slot; None for a slot without a known master.
     """
 
     def __init__(self, url: RedisUrl, access: RedisAccess, clock: Clock) -> None:
@@ -399,16 +415,16 @@ class Topology:
                 self._members.clear()
 
     def nodes(self) -> Sequence[RedisNode]:
-        """Return the masters, in a fixed order."""
+        """Return the masters, sorted by host and port."""
         members = (self._members.get(address) for address in masters(self.table))
         return [member.node for member in members if member is not None]
 
     async def node(self, address: Address, uses: ExitStack) -> RedisNode | None:
-        """Return the node at `address`, connected; None while the cluster is being closed.
+        """Return the running node at `address`; None while the cluster is being closed.
 
         Args:
             address: address of a master.
-            uses: the node is kept open until this stack is closed.
+            uses: the node keeps running until this stack is closed.
         """
         member = self._join(address)
         if member is None:
@@ -419,21 +435,21 @@ class Topology:
         return member.node
 
     def note(self, slot: int, address: Address) -> None:
-        """Send later commands about a slot to another node, and read the table of slots again soon.
+        """Record that a slot has moved, and let the task read the table of slots again soon.
 
         Args:
             slot: number of the hash slot, 0 to 16,383.
-            address: the node that has the slot now.
+            address: the node to which later commands for the slot are sent.
         """
         self.table[slot] = address
         self.doubt()
 
     def doubt(self) -> None:
-        """Ask the task to read the table of slots again soon."""
+        """Let the task read the table of slots again soon, because the present one may be wrong."""
         self._stale.set()
 
     async def refresh(self) -> None:
-        """Ask the task to read the table of slots again, and wait for that.
+        """Let the task read the table of slots again, and wait until it has tried.
 
         The wait ends after the time limit of one exchange at the latest.
         """
@@ -453,7 +469,7 @@ class Topology:
         return member
 
     async def _use_table(self, table: list[Address | None]) -> None:
-        """Use `table` from now on: connect to new masters, and leave former ones that are idle."""
+        """Use `table` from now on: connect to new masters, and close idle nodes that left it."""
         known = set(masters(table))
         for member in [self._join(address) for address in known]:
             if member is not None:
@@ -483,7 +499,7 @@ class Topology:
             await asyncio.sleep(pause_s)
 
     async def _ask_for_table(self) -> list[Address | None]:
-        """Return the table of slots of the first node that answers, asking silent nodes last."""
+        """Return the table of slots of the first node that answers; silent nodes are asked last."""
         failures = []
         known = dict.fromkeys((*self._members, *self._url.addresses))
         access = self._access

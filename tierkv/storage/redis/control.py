@@ -1,7 +1,8 @@
-"""Questions through redis-py: Sentinels, topology, listings and hints. `wire` moves values.
+"""Commands through redis-py: for Sentinels, the slots of a cluster, listings and hints.
 
-Nothing is retried, and every exchange has a deadline. With redis-py's defaults a refused connection
-is reported after 4.3 s, and a silent server after more than 12 s.
+Values are read and written by `wire` instead. No command is sent again after a failure, and every
+exchange has a deadline. With redis-py's defaults a refused connection is reported after 4.3 s, and
+a silent server after more than 12 s.
 """
 
 from __future__ import annotations
@@ -41,17 +42,18 @@ _SILENT_S = 12.0
 _CONNECT_S = 2.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
-_WORDS = 3  # of a message: kind, topic, content
+_WORDS = 3  # a message consists of kind, topic and content
 
 
 class RedisNotifier:
-    """A `Notifier` on Redis channels; a channel has the name of its topic.
+    """A `Notifier` that uses Redis channels; the name of a topic is the name of its channel.
 
-    If the Redis user may not use channels, listeners have to poll; the log says so once.
+    If the Redis user may not use channels, no message arrives and listeners have to poll. A warning
+    in the log says so once.
 
     Args:
-        connect: returns a connection, logged in, to a server that receives every message.
-        publish: carries out PUBLISH topic, message; raises StoreUnavailableError.
+        connect: returns a logged-in redis-py connection to a server that receives every message.
+        publish: sends PUBLISH with a topic and a message; raises StoreUnavailableError.
         url: the store's URL without password, for logs.
     """
 
@@ -120,7 +122,7 @@ class RedisNotifier:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _ask(self, connection: RedisConnection, clock: _Heard) -> None:
-        """Keep the connection subscribed to wanted topics; raise if the server is silent."""
+        """Subscribe to all topics that have listeners, and raise if the server becomes silent."""
         loop = asyncio.get_running_loop()
         while True:
             self._topics.changed.clear()
@@ -177,7 +179,7 @@ class RedisNotifier:
 
 
 async def _send(connection: RedisConnection, commands: Sequence[Command]) -> None:
-    """Send `commands`; raise TimeoutError if the server takes no bytes for _SILENT_S seconds."""
+    """Send `commands`; raise TimeoutError if the server accepts no bytes for _SILENT_S seconds."""
     async with asyncio.timeout(_SILENT_S):
         await connection.send_packed_command(connection.pack_commands(commands))
 
@@ -195,7 +197,7 @@ ControlReply = bytes | int | list["ControlReply"] | ResponseError | None
 
 
 class RedisConnection(Protocol):
-    """The part of redis-py's connections that is used here."""
+    """The methods of redis-py's connections that tierkv uses."""
 
     @property
     def is_connected(self) -> bool: ...
@@ -204,7 +206,7 @@ class RedisConnection(Protocol):
         """Connect and log in."""
 
     async def disconnect(self) -> None:
-        """Close at once, and drop unsent bytes."""
+        """Close the connection at once, and discard unsent bytes."""
 
     def pack_commands(self, commands: Sequence[Command]) -> list[bytes]: ...
 
@@ -215,11 +217,11 @@ class RedisConnection(Protocol):
 
 
 class _BehavesWell:
-    """Corrections of redis-py's connections.
+    """A mixin that corrects two faults of redis-py's connections.
 
     redis-py's `disconnect` waits until unsent bytes are sent, which never ends if the server is
     stopped. On replies that no Redis sends, such as a MOVED without an address, redis-py raises
-    TypeError or ValueError.
+    TypeError or ValueError instead of InvalidResponse.
     """
 
     _writer: StreamWriter | None
@@ -250,12 +252,12 @@ class _Unix(_BehavesWell, UnixDomainSocketConnection): ...
 def connection_factory(
     address: Address, access: RedisAccess, login: Login | None = None
 ) -> Callable[[], RedisConnection]:
-    """Return a function that makes redis-py connections, not connected yet.
+    """Return a function that returns a new redis-py connection, which its caller has to connect.
 
     Args:
         address: the server's address.
         access: settings and login of the store.
-        login: user, password and database; None for the store's own.
+        login: user, password and database; None for those in `access`.
     """
     login, tls = login or access.login, access.tls_files
     options: dict[str, object] = {
@@ -281,7 +283,7 @@ def connection_factory(
 
 
 class Conversation:
-    """Questions to one server over a connection of its own, which the first question opens."""
+    """A connection to one server for commands; the first command opens it."""
 
     def __init__(self, connection: RedisConnection, *, url: str, deadline_s: float) -> None:
         self._connection = connection
@@ -289,9 +291,9 @@ class Conversation:
         self._deadline_s = deadline_s
 
     async def ask(self, commands: Sequence[Command]) -> list[ControlReply]:
-        """Return the reply to each command; for a refused command, a ResponseError.
+        """Send commands and return the reply to each; a ResponseError for a refused command.
 
-        The call takes at most `deadline_s` seconds, connecting included.
+        The call takes at most the `deadline_s` seconds of this conversation, connecting included.
 
         Raises:
             StoreUnavailableError: the server did not answer, or cannot be used.
@@ -337,9 +339,9 @@ async def conversation(
     """Yield a `Conversation`, and close its connection at the end.
 
     Args:
-        new_connection: makes the connection.
+        new_connection: returns a connection that is not connected yet.
         url: the server, for error messages.
-        deadline_s: seconds for each call of `ask`, connecting included.
+        deadline_s: largest number of seconds for each call of `ask`, connecting included.
     """
     # In a thread: for each connection redis-py reads its own package's version from the disk.
     connection = await aside(new_connection)
@@ -352,13 +354,13 @@ async def conversation(
 async def ask_once(
     new_connection: Callable[[], RedisConnection], command: Command, *, url: str, deadline_s: float
 ) -> ControlReply:
-    """Return the reply to one command, over a new connection.
+    """Send one command over a new connection, and return the reply.
 
     Args:
-        new_connection: makes the connection.
+        new_connection: returns a connection that is not connected yet.
         command: verb and arguments.
         url: the server, for error messages.
-        deadline_s: seconds for the exchange, connecting included.
+        deadline_s: largest number of seconds for the exchange, connecting included.
 
     Raises:
         StoreUnavailableError: the server refused the command or did not answer.

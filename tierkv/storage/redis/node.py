@@ -1,4 +1,7 @@
-"""One Redis server: its commands, its listing, and connections for reads, writes and questions."""
+"""Commands to one Redis server, over separate connections for reads, writes and questions.
+
+A question is a command with a short reply, such as EXISTS.
+"""
 
 from __future__ import annotations
 
@@ -78,20 +81,21 @@ _EXISTED: Final = PutOutcome(PutStatus.EXISTED)
 
 
 def question(*command: Argument, num_bytes: int = 0) -> WireRequest:
-    """Return a request of one command with a short reply.
+    """Return a request that consists of one command with a short reply.
 
     Args:
         command: verb and arguments.
-        num_bytes: largest length of the reply, for the time limit; 0 for a number or a line.
+        num_bytes: largest length of the reply in bytes, which extends the time limit; 0 for a
+            number or a line.
     """
     return WireRequest([memoryview(pack(*command))], None, num_bytes)
 
 
 def pipeline(commands: bytes, num_replies: int) -> WireRequest:
-    """Return one request of several commands, each with a short reply.
+    """Return one request that consists of several commands, each with a short reply.
 
     Args:
-        commands: the packed commands, one after the other.
+        commands: the encoded commands, one after the other.
         num_replies: number of commands.
     """
     request = WireRequest([memoryview(commands)], None, 0)
@@ -100,12 +104,14 @@ def pipeline(commands: bytes, num_replies: int) -> WireRequest:
 
 
 def question_each(verb: str, names: Sequence[str], *more: int) -> WireRequest:
-    """Return one request with the command `verb name more` for each name. The replies are numbers.
+    """Return one request that consists of the command `verb name more` for each name.
+
+    The reply to each command is a number.
 
     Args:
         verb: for example EXISTS or PEXPIRE.
         names: the names, ASCII.
-        more: arguments after each name.
+        more: numbers that follow each name as further arguments, such as a time to live.
     """
     request = pipeline(pack_each(verb, names, *more), len(names))
     request.is_once = verb == "UNLINK"  # a repeated one would count no values
@@ -113,14 +119,14 @@ def question_each(verb: str, names: Sequence[str], *more: int) -> WireRequest:
 
 
 def get_request(item: GetItem) -> WireRequest:
-    """Return the GET that receives the value of `item` into its buffers."""
+    """Return the GET request that reads the value of `item` into the buffers of `item`."""
     command = [memoryview(pack("GET", item.name))]
     digest = None if item.digest is None else item.digest()
     return WireRequest(command, item.into, item.room_bytes, digest=digest)
 
 
 def put_request(item: PutItem) -> WireRequest:
-    """Return the SET that writes the value of `item`."""
+    """Return the SET request that writes the value of `item`."""
     options: list[Argument] = []
     if item.ttl_s is not None:
         options += ["PX", math.ceil(item.ttl_s * 1000)]
@@ -128,7 +134,7 @@ def put_request(item: PutItem) -> WireRequest:
         options.append("NX")
     request = WireRequest(pack_set(item.name, item.parts, options), None, item.num_bytes)
     request.complete = item.complete
-    # A second try would be answered EXISTED if the first was carried out and its answer lost.
+    # If the first attempt is carried out and its reply lost, a second one would get EXISTED.
     request.may_retry = not item.only_new
     return request
 
@@ -136,11 +142,11 @@ def put_request(item: PutItem) -> WireRequest:
 def get_outcome(  # noqa: PLR0911 - a table
     item: GetItem, reply: Reply | Unanswered
 ) -> GetOutcome:
-    """Return the outcome of a read.
+    """Return the outcome of a read, given the reply to its GET.
 
     Args:
-        item: the value that was asked for.
-        reply: the reply to GET, or why there is none.
+        item: the value that was requested.
+        reply: the reply to GET, or the reason why there is none.
     """
     match reply:
         case ValueLanded(num_bytes, digest):
@@ -161,11 +167,11 @@ def get_outcome(  # noqa: PLR0911 - a table
 
 
 def put_outcome(item: PutItem, reply: Reply | Unanswered) -> PutOutcome:
-    """Return the outcome of a write.
+    """Return the outcome of a write, given the reply to its SET.
 
     Args:
         item: the value that was sent.
-        reply: the reply to SET, or why there is none.
+        reply: the reply to SET, or the reason why there is none.
     """
     match reply:
         case None:
@@ -185,7 +191,7 @@ def put_outcome(item: PutItem, reply: Reply | Unanswered) -> PutOutcome:
 # Names in one command, during which the server does nothing else: 1,000 take 0.3 ms.
 NAMES_PER_COMMAND = 1024
 _SCAN_COUNT = 1000
-_PTTL_NO_EXPIRY = -1  # below it stands "no such key"
+_PTTL_NO_EXPIRY = -1  # a smaller number means "no such key"
 _POSITION_CHARS = 20  # of a 64-bit number
 _CHANGES = ("PEXPIRE", "UNLINK")
 
@@ -193,24 +199,28 @@ T = TypeVar("T")
 
 
 class Purpose(Enum):
-    """The purpose of a request. Each purpose has connections of its own."""
+    """The purpose of a request. Each purpose has its own connections.
+
+    A QUESTION is a command with a short reply, such as EXISTS.
+    """
 
     READ = "read"
     WRITE = "write"
     QUESTION = "question"
 
 
-# Number of parts in which names are counted at once: a gap among 1,000 names is found in three
-# exchanges with 1,110 names together. Halving takes ten exchanges and 2,000 names.
+# Number of parts of a list of names that one exchange counts: a gap among 1,000 names is found in
+# three exchanges with 1,110 names together. Halving takes ten exchanges and 2,000 names.
 _PARTS = 10
 _FAR_S = 0.05  # a server whose exchange takes more seconds is far
 
 
 @dataclass(frozen=True, slots=True)
 class KeyCommand:
-    """A command about one name.
+    """A command about one value.
 
     Attributes:
+        name: name of the value, which decides to which server of a cluster the command is sent.
         make: returns a new request for the command; called for each attempt to send it.
     """
 
@@ -219,12 +229,12 @@ class KeyCommand:
 
 
 class Router(Protocol):
-    """A sender of commands to the servers that hold the named values: one server, or a cluster."""
+    """An object that sends each command to the right server: the only one, or one of a cluster."""
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
 
     def nodes(self) -> Sequence[RedisNode]:
-        """Return the servers that hold values, always in the same order."""
+        """Return the servers that store values, in a fixed order."""
 
     async def ping(self) -> None:
         """Check that all servers answer.
@@ -236,9 +246,9 @@ class Router(Protocol):
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose
     ) -> list[Reply | Unanswered]:
-        """Return one reply for each command.
+        """Send commands and return the reply to each, or the reason why there is none.
 
-        A cancelled call ends only when the commands' buffers are no longer in use.
+        If the call is cancelled, it ends only when the commands' buffers are no longer in use.
 
         Args:
             calls: the commands.
@@ -246,19 +256,19 @@ class Router(Protocol):
         """
 
     async def count_leading(self, names: Sequence[str]) -> int:
-        """Return the number of `names` with a value before the first name without one.
+        """Return the number of leading `names` that have a value, up to the first that has none.
 
         Raises:
             StoreUnavailableError: a server did not answer.
         """
 
     async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
-        """Send the command `verb name more` for each name, and return the numbers in the replies.
+        """Send the command `verb name more` for each name, and return the number in each reply.
 
         Args:
             verb: for example EXISTS or PEXPIRE.
             names: the names.
-            more: arguments after each name.
+            more: numbers that follow each name as further arguments, such as a time to live.
 
         Raises:
             StoreUnavailableError: a server did not answer.
@@ -266,7 +276,14 @@ class Router(Protocol):
 
 
 class RedisNode:
-    """One Redis server, which connects when first needed; a `Router` if it holds all values."""
+    """One Redis server. It is a `Router` by itself if there is only one server.
+
+    Connections are opened when a command is first sent.
+
+    Attributes:
+        url: the server's URL without password, for error messages.
+        pools: the connections for each purpose.
+    """
 
     def __init__(self, locator: Locator, access: RedisAccess, clock: Clock, *, url: str) -> None:
         settings = access.settings
@@ -287,8 +304,8 @@ class RedisNode:
             Purpose.READ: pool(
                 settings.num_connections, questions, READING_BYTES, READING_AWAY_BYTES
             ),
-            # Writes have a turn of their own and never delay questions; a long value on each
-            # connection may be on its way to another machine.
+            # Writes have their own turn, so they never delay questions. To another machine, each
+            # connection may have a long value in flight.
             Purpose.WRITE: pool(
                 settings.write_connections, access.turn, WRITING_BYTES, long_values
             ),
@@ -311,15 +328,16 @@ class RedisNode:
         await self.ask("PING")
 
     async def ask(self, *command: str | int, num_bytes: int = 0) -> Reply:
-        """Return the reply to one command.
+        """Send one command and return its reply.
 
         Args:
             command: verb and arguments.
-            num_bytes: largest length of the reply, for the time limit; 0 for a number or a line.
+            num_bytes: largest length of the reply in bytes, which extends the time limit; 0 for a
+                number or a line.
 
         Raises:
             StoreUnavailableError: the server refused the command or did not answer.
-            StoreCorruptError: the value is not a string.
+            StoreCorruptError: the command is for strings, and the value is not a string.
         """
         [outcome] = await self.pools[Purpose.QUESTION].ask(
             [question(*command, num_bytes=num_bytes)]
@@ -327,7 +345,7 @@ class RedisNode:
         return understood(outcome if isinstance(outcome, Unanswered) else outcome[0], command)
 
     async def locate(self) -> Address:
-        """Return the server's present address.
+        """Return the server's current address.
 
         Raises:
             StoreUnavailableError: the address is not known.
@@ -335,7 +353,7 @@ class RedisNode:
         return await self._locator.locate()
 
     async def control_connection(self) -> RedisConnection:
-        """Return a redis-py connection to the server, not connected yet.
+        """Return a new redis-py connection to the server; the caller has to connect it.
 
         Raises:
             StoreUnavailableError: the server's address is not known.
@@ -368,11 +386,9 @@ class RedisNode:
         return [expect(int, understood(reply, (verb,))) for reply in outcome]
 
     async def _count_leading(self, names: Sequence[str]) -> int:
-        """Return the number of `names` with a value before the first name without one.
-
-        One exchange counts the values of each of _PARTS parts, and the first incomplete part is
-        divided again. If the server is far, each name is a part, so one exchange is enough.
-        """
+        """Return the result of `count_leading` for names that fit into one command."""
+        # One exchange counts the values of all parts; the first incomplete part is divided again.
+        # If the server is far, each name is a part, so one exchange is enough.
         present, time = 0, asyncio.get_running_loop().time
         num_parts = len(names) if self._is_far else _PARTS
         while True:
@@ -400,20 +416,21 @@ class RedisNode:
     async def list(
         self, address: Address, prefix: str, position: int, limit: int
     ) -> tuple[int, dict[str, StoredValue], Sequence[str]]:
-        """List values with SCAN, over a new connection.
+        """Return values whose names start with `prefix`, found with SCAN over a new connection.
 
         Args:
             address: the address that `locate` returned.
             prefix: start of the names.
-            position: SCAN's cursor to continue from, 0 at the start.
+            position: SCAN's cursor to continue from; 0 at the start.
             limit: largest number of values, approximately.
 
         Returns:
-            The cursor to continue from, 0 at the end; the values; and names that are moving to
-                another server of the cluster, so that this server cannot describe their values.
+            The cursor to continue from, 0 at the end; the values by name; and the names of values
+                that are moving to another server of the cluster, so that this server cannot
+                describe them.
 
         Raises:
-            StoreUnavailableError: the server refused or did not answer.
+            StoreUnavailableError: the server refused a command or did not answer.
         """
         new_connection = connection_factory(address, self._access)
         deadline_s = self._access.pace.deadline_s(0)
@@ -430,7 +447,7 @@ class RedisNode:
     async def _scan(
         self, talk: Conversation, prefix: str, position: int, count: int
     ) -> tuple[int, Sequence[str]]:
-        # check_prefix lets no glob character through, so there is nothing to escape.
+        # check_prefix refuses glob characters, so nothing has to be escaped.
         command: Command = (
             "SCAN", position, "MATCH", f"{prefix}*", "COUNT", min(count, _SCAN_COUNT),
         )  # fmt: skip
@@ -446,7 +463,10 @@ class RedisNode:
     async def _describe(
         self, talk: Conversation, names: Sequence[str], moving: MutableSequence[str]
     ) -> Sequence[StoredValue]:
-        """Return size and expiry of the named strings; add names of moving ones to `moving`."""
+        """Return size and expiry of values.
+
+        Add names that are moving to another server to `moving`.
+        """
         values = []
         now = self._clock.wall()
         for part in cut(names, NAMES_PER_COMMAND):
@@ -464,12 +484,13 @@ class RedisNode:
 
 
 def described(name: str, num_bytes: object, ttl_ms: object, *, now: float) -> list[StoredValue]:
-    """Return the value that STRLEN and PTTL describe, in a list; [] if there is no such value.
+    """Return a list with the value that STRLEN and PTTL describe; [] if there is no such value.
 
     Args:
         name: name of the value.
-        num_bytes: the reply to STRLEN.
-        ttl_ms: the reply to PTTL, in milliseconds.
+        num_bytes: the reply to STRLEN, in bytes.
+        ttl_ms: the reply to PTTL, in milliseconds; -1 for a value that never expires, -2 for no
+            value.
         now: this machine's time, in Unix seconds.
 
     Raises:
@@ -483,7 +504,7 @@ def described(name: str, num_bytes: object, ttl_ms: object, *, now: float) -> li
 
 
 def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
-    """Return `reply` if it is not an error; raise the error otherwise.
+    """Return `reply`, or raise the error that it stands for.
 
     Args:
         reply: the reply to `command`.
@@ -491,8 +512,9 @@ def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
 
     Raises:
         StoreUnavailableError: there is no reply, or the server refused the command.
-        StoreRefusedError: the server accepts no changes now.
-        StoreCorruptError: the value is not a string.
+        StoreRefusedError: the server refused a change of values, for example because it is a
+            replica.
+        StoreCorruptError: the command is for strings, and the value is not a string.
     """
     if isinstance(reply, Unanswered):
         raise StoreUnavailableError(reply.reason)
@@ -514,7 +536,7 @@ def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
 
 
 def cut(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    """Divide names into consecutive parts.
+    """Return an iterator over consecutive parts of `names`.
 
     Args:
         names: the names in order.
@@ -524,10 +546,10 @@ def cut(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 def expect(kind: type[T], reply: object) -> T:
-    """Return `reply` if it has the expected type.
+    """Return `reply` if it is of type `kind`.
 
     Args:
-        kind: the type.
+        kind: the expected type.
         reply: a reply of the server.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Connections to one Redis server for values; a task of each connection sends its requests."""
+"""A pool of connections to one Redis server; a task for each connection sends queued requests."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ from tierkv.storage.redis.wire import (
 )
 from tierkv.tasks import background, outlast
 
-# Retries of a request after its peer ended the connection: all other connections may have ended,
-# too, as yet unnoticed.
+# Largest number of retries of a request whose connection the peer closed: the other connections may
+# be closed, too, and the next attempts find that out.
 _MAX_RETRIES = 3
-# Bytes on their way to or from one server, see Window. For reads from this machine two values of
-# 512 KiB fit into the processor's cache: GET is up to 1.5 times as fast as with 3 MiB. For writes
-# the limit is two long values: with one the server is idle between its answer and the next value,
-# with three the unread bytes leave the cache. Both are sent on one connection, since the server
-# reads several connections in turn: SET of 512 KiB is 1.07 to 1.4 times as fast so.
+# Limits on the bytes in flight to or from one server, see Window. For reads from this machine two
+# values of 512 KiB fit into the processor's cache: GET is up to 1.5 times as fast as with 3 MiB.
+# For writes the limit is two long values: with one the server is idle between its reply and the
+# next value, with three the unread bytes leave the cache. Both values are sent on one connection,
+# because the server reads several connections in turn: SET of 512 KiB is then 1.07 to 1.4 times as
+# fast.
 READING_BYTES = 1 << 20
 WRITING_BYTES = 512 << 10
 READING_AWAY_BYTES = 3 << 20
 _BEGUN_FIRST = 4  # requests of a batch that are sent before the rest is made
 _MAX_WAITING = 16_384  # queued requests at which a batch of any size is accepted
-# Seconds in which a task without a connection leaves requests to tasks that have one.
+# Seconds for which a task that cannot connect leaves all requests to tasks with a connection.
 _WITHOUT_S = 0.5
 
 
 class Locator(Protocol):
-    """The source of the server's present address, asked before each new connection."""
+    """The source of the server's current address, asked before each new connection."""
 
     async def locate(self) -> Address:
-        """Return the server's present address.
+        """Return the server's current address.
 
         Raises:
             StoreUnavailableError: the address is not known.
@@ -67,14 +68,20 @@ class FixedAddress:
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """User, password and database of a new connection."""
+    """User, password and database of a new connection.
+
+    Attributes:
+        username: None for the default user.
+        password: None for no password.
+        db: number of the database.
+    """
 
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     db: int = 0
 
     def commands(self) -> list[tuple[Argument, ...]]:
-        """Return the first commands of a connection: AUTH and SELECT, where they are needed."""
+        """Return the commands that a new connection sends first: AUTH and SELECT, if needed."""
         commands: list[tuple[Argument, ...]] = []
         if self.password is not None or self.username is not None:
             user = () if self.username is None else (self.username,)
@@ -86,17 +93,16 @@ class Login:
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """Settings, login and shared counters for the connections to all servers of one store.
+    """Settings, login and shared counters of the connections to all servers of one store.
 
     Attributes:
         settings: the store's settings.
         login: user, password and database.
-        tls_files: paths of the TLS files, for redis-py; None for plain connections.
-        tls: the TLS settings for connections that move values; None for plain ones.
-        stats: counts of connections and bytes.
-        pace: the time limit of an exchange.
-        turn: the bytes that all connections for writes may still send in this turn of the event
-            loop.
+        tls_files: paths of the TLS files, for connections of redis-py; None for plain connections.
+        tls: the TLS settings of this package's own connections; None for plain connections.
+        stats: totals of connections and bytes.
+        pace: the time limit of a request and its reply.
+        turn: the bytes that all connections for writes may still send in this event loop iteration.
     """
 
     settings: RedisSettings
@@ -112,8 +118,9 @@ class ConnectionPool:
     """A fixed number of connections to one server, opened when first needed and after a failure.
 
     If the server does not answer in time on one connection, the requests of that connection and all
-    queued ones fail. Requests on a connection that the server has closed are sent again over
-    another one. While no new connection can be opened, requests wait for those that work.
+    queued requests fail. If the server closes a connection, the requests of that connection are
+    sent again over another one. While no new connection can be opened, requests wait for the open
+    connections.
     """
 
     def __init__(
@@ -131,8 +138,9 @@ class ConnectionPool:
         Args:
             locator: the source of the server's address.
             access: login and limits of connections.
-            turn: the bytes that may still be sent in this turn of the event loop.
-            window: the limit for values on their way.
+            turn: the bytes that may still be sent in this event loop iteration, shared with other
+                pools.
+            window: the limit on the bytes of values in flight.
             num_connections: number of connections.
             url: the server's URL without password, for error messages.
         """
@@ -150,9 +158,9 @@ class ConnectionPool:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Carry out requests until the body ends.
+        """Carry out requests until the body ends; then close the connections.
 
-        Then close the connections and fail queued requests.
+        Requests that are still queued at the end fail.
         """
         tasks = {f"tierkv-redis-{at}": self._serve() for at in range(self.num_connections)}
         try:
@@ -168,12 +176,12 @@ class ConnectionPool:
     async def ask(self, requests: Sequence[WireRequest]) -> list[Outcome]:
         """Send requests and return the outcome of each.
 
-        A cancelled call ends only when the requests' buffers are no longer in use.
+        If the call is cancelled, it ends only when the requests' buffers are no longer in use.
         """
         return await finished(self.begin(requests))
 
     def begin(self, requests: Iterable[WireRequest]) -> list[WireRequest]:
-        """Queue requests and return them; `finished` waits for their outcomes.
+        """Queue requests and return them; call `finished` to wait for their outcomes.
 
         `requests` may be a generator: the first requests are sent before the later ones are made.
         """
@@ -231,7 +239,10 @@ class ConnectionPool:
                 wire.close(Unanswered("is closed"))
 
     async def _next(self, wire: Wire | None) -> WireRequest:
-        """Wait for the next request for the task that owns the connection `wire`, open or not."""
+        """Wait for the next request that the task of `wire` has to submit.
+
+        None for no connection yet.
+        """
         while True:
             while wire is not None and not (wire.is_lost or wire.has_room):
                 self._wake_one()  # another task can take the request
@@ -245,9 +256,9 @@ class ConnectionPool:
             await idle
 
     def fill(self, wire: Wire) -> None:
-        """Submit as many queued requests to `wire` as it can take now.
+        """Submit queued requests to `wire` until its limits are reached.
 
-        This keeps the server busy, which would be idle until a task is awake.
+        The server would be idle if it had to wait until the task of the connection runs.
         """
         while wire.has_room and (request := self._pop()) is not None:
             wire.submit(request, since=asyncio.get_running_loop().time())
@@ -265,21 +276,21 @@ class ConnectionPool:
                     return
                 wire.submit(request, since=asyncio.get_running_loop().time())
                 wire.send()
-                if wire.is_lost:  # others may be lost, too: do not try the request on each
+                if wire.is_lost:  # other connections may be lost, too: do not try all of them
                     return
 
     def _may_begin(self, wire: Wire) -> bool:
-        """Return True if `wire` may take the next queued request at once.
-
-        An idle connection may. A connection that is busy with a long write may take another long
-        write from this machine; the comment at READING_BYTES has the reason.
-        """
+        """Return True if the next queued request may be submitted to `wire` now."""
+        # The comment at READING_BYTES says why a busy connection may get a second long write.
         if not (self._waiting and wire.is_ready and wire.has_room and self._turn.left > 0):
             return False
         return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
 
     def _pop(self) -> WireRequest | None:
-        """Remove and return the oldest open request; None for none, or if the window is full."""
+        """Remove and return the oldest request without outcome.
+
+        None for none, or if the window is full.
+        """
         while self._waiting and self._window.has_room:
             request = self._waiting.popleft()
             if request.outcome is None:
@@ -287,10 +298,7 @@ class ConnectionPool:
         return None
 
     def _wake_one(self) -> None:
-        """Wake one idle task if there may be a request for it.
-
-        A task that finds a request wakes the next one.
-        """
+        """Wake one idle task if a request may be sent; that task wakes the next one."""
         while self._idle and self._waiting and self._window.has_room:
             idle = self._idle.popleft()
             if not idle.done():  # else its task is being cancelled
@@ -298,7 +306,7 @@ class ConnectionPool:
                 return
 
     async def _connect(self) -> Wire:
-        """Return a new connection that is logged in."""
+        """Return a new connection, after the login."""
         access = self._access
         deadline_s = access.settings.connect_timeout_s
         try:
@@ -356,14 +364,15 @@ class ConnectionPool:
                 )
 
     def requeue(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
-        """Retry or fail the requests of a connection that has ended.
+        """Send requests again or fail them, because their connection ended before the reply.
 
-        Requests are retried if the server closed the connection. If the server refused a new
-        connection, they wait as long as other connections work. Other requests fail.
+        If the server closed the connection, requests that may be retried are queued again. If the
+        server refused a new connection while another connection works, all requests are queued
+        again. All other requests fail.
 
         Args:
-            requests: the requests without a reply.
-            failure: why and how the connection ended.
+            requests: the requests, the oldest first; their buffers are no longer in use.
+            failure: the reason why the connection ended.
         """
         reason = f"{self._url} {failure.reason}"
         may_retry = failure.is_over and self._is_open
@@ -388,7 +397,7 @@ class ConnectionPool:
         self._wake_one()
 
     def _serves(self) -> bool:
-        """Return True if some connection works; a server may refuse only new connections."""
+        """Return True if the server has answered on a connection that is still open."""
         return any(wire.has_answered and not wire.is_lost for wire in self._wires)
 
     def _fail_waiting(self, reason: str) -> None:
@@ -399,7 +408,8 @@ class ConnectionPool:
 async def finished(requests: Sequence[WireRequest]) -> list[Outcome]:
     """Wait until all requests have ended; return their outcomes.
 
-    A cancel withdraws requests that have not been sent; the call raises when the others have ended.
+    If the call is cancelled, requests that were not sent are withdrawn. The call raises
+    CancelledError when the others have ended.
     """
 
     def abandon() -> None:

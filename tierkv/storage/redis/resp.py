@@ -1,11 +1,11 @@
-r"""The Redis protocol (RESP2) without I/O: requests as pieces, replies received into place.
+r"""The Redis protocol (RESP2) without I/O. Values in requests and replies are not copied.
 
     $2097240 \r\n | header | host slot ............ | \r\n +OK\r\n $...
     '- scratch -'  '------ the caller's buffers ----'  '--- scratch ---'
 
-The parser names the memory for the next bytes, so that a value lands in the caller's buffers
-straight from the socket. Only bytes that arrive in the scratch buffer with the value's first line
-are copied.
+The parser returns the buffers for the next bytes, so that the socket writes a value directly into
+the caller's buffers. Only those bytes of a value are copied that arrive together with the line
+before the value, which states its length: they arrive in the scratch buffer.
 """
 
 from __future__ import annotations
@@ -49,20 +49,22 @@ class Refused:
 
     @property
     def turns_away(self) -> bool:
-        """True if the server refuses the whole connection, before any command.
+        """True if the server refuses the connection itself, not only a command.
 
-        It has too many clients (maxclients), or has no password and refuses other hosts.
+        The server has too many clients (maxclients), or is in protected mode and refuses other
+        hosts.
         """
         return self.message.startswith(("ERR max number of clients", "DENIED "))
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLanded:
-    """The reply for a value of `num_bytes` bytes, which is at the start of its buffers.
+    """The reply to a read whose value was received into the caller's buffers.
 
     Attributes:
-        digest: the digest given for the value, which has received all bytes; None if none was
-            given.
+        num_bytes: size of the value, which is at the start of the buffers.
+        digest: the digest that the caller passed for the value, after it received all bytes; None
+            if none was passed.
     """
 
     num_bytes: int
@@ -71,9 +73,12 @@ class ValueLanded:
 
 @dataclass(frozen=True, slots=True)
 class TooLong:
-    """The reply for a value of `num_bytes` bytes that is longer than its buffers and is dropped.
+    """The reply to a read whose value is longer than the caller's buffers and is discarded.
 
-    The reply is returned before the value has arrived.
+    The parser returns this reply before it has received the value.
+
+    Attributes:
+        num_bytes: size of the value.
     """
 
     num_bytes: int
@@ -89,7 +94,7 @@ class _State(Enum):
 
 
 def pack(*arguments: Argument) -> bytes:
-    """Return one command as bytes of the Redis protocol."""
+    """Return one command, encoded in the Redis protocol."""
     packed = [b"*%d\r\n" % len(arguments)]
     for argument in arguments:
         content = argument if isinstance(argument, bytes) else str(argument).encode()
@@ -98,7 +103,7 @@ def pack(*arguments: Argument) -> bytes:
 
 
 def pack_all(verb: str, names: Sequence[str]) -> bytes:
-    """Return one command about several names.
+    """Return one encoded command that has all names as arguments.
 
     Args:
         verb: for example EXISTS.
@@ -109,12 +114,14 @@ def pack_all(verb: str, names: Sequence[str]) -> bytes:
 
 
 def pack_each(verb: str, names: Sequence[str], *more: int) -> bytes:
-    """Return the command `verb name more` for each name, packed faster than by `pack`.
+    """Return the encoded command `verb name more` for each name, one after the other.
+
+    The call is faster than one call of `pack` for each name.
 
     Args:
         verb: for example EXISTS or PEXPIRE.
         names: the names, ASCII.
-        more: arguments after each name.
+        more: numbers that follow each name as further arguments, such as a time to live.
     """
     head = f"*{2 + len(more)}\r\n${len(verb)}\r\n{verb}\r\n$"
     tail = "\r\n" + "".join([f"${len(str(number))}\r\n{number}\r\n" for number in more])
@@ -122,12 +129,12 @@ def pack_each(verb: str, names: Sequence[str], *more: int) -> bytes:
 
 
 def pack_set(name: str, parts: Sequence[Buffer], options: Sequence[Argument]) -> list[memoryview]:
-    """Return SET in pieces to send one after the other; the value is not copied.
+    """Return an encoded SET as pieces to send in order; the value is not copied.
 
     Args:
         name: the key.
-        parts: the bytes of the value.
-        options: further arguments of SET.
+        parts: the bytes of the value, in order.
+        options: further arguments of SET, such as "NX".
     """
     views = flat(parts)
     num_bytes = sum(map(len, views))
@@ -143,7 +150,11 @@ def pack_set(name: str, parts: Sequence[Buffer], options: Sequence[Argument]) ->
 
 
 class Replies:
-    """The parser of replies, which arrive in the order in which `expect` was called for them."""
+    """A parser of the replies on one connection.
+
+    Call `expect` for each reply, in the order of the commands. Receive bytes into the buffers that
+    `targets` returns, and then call `received`.
+    """
 
     def __init__(self) -> None:
         self._wanted: deque[tuple[tuple[memoryview, ...] | int, Digest | None]] = deque()
@@ -159,16 +170,17 @@ class Replies:
     def expect(
         self, into: tuple[memoryview, ...] | int = _MAX_VALUE_BYTES, digest: Digest | None = None
     ) -> None:
-        """Register one more reply, to follow those registered before.
+        """Register the next reply, after the replies that were registered before.
 
         Args:
-            into: buffers for the value; or the largest size in bytes of a value to return.
+            into: buffers for the value in the reply; or, to get the value as bytes, its largest
+                accepted size in bytes.
             digest: receives the bytes that are written into `into`, in order; None for none.
         """
         self._wanted.append((into, digest))
 
     def targets(self, max_bytes: int) -> list[memoryview]:
-        """Return buffers to receive the next bytes into, in order, about `max_bytes` long."""
+        """Return buffers for the next received bytes, in order, together about `max_bytes` long."""
         if self._state is _State.BODY and self._drop_bytes:
             return [memoryview(bytearray(min(self._drop_bytes, _JUNK_BYTES, max_bytes)))]
         views: list[memoryview] = []
@@ -181,7 +193,10 @@ class Replies:
         return views
 
     def received(self, num_bytes: int) -> list[Reply]:
-        """Parse `num_bytes` bytes received into the targets; return the replies that are complete.
+        """Parse bytes that were received into `targets`; return the replies that are now complete.
+
+        Args:
+            num_bytes: number of bytes that were received.
 
         Raises:
             NotRedisError: the bytes are not RESP2; the connection must be closed.
@@ -222,7 +237,10 @@ class Replies:
         return num_bytes
 
     def _parse_bits(self, replies: list[Reply]) -> None:
-        """Parse consecutive replies 0 and 1 together, as a request with many EXISTS gets them."""
+        """Parse consecutive replies 0 and 1 at once.
+
+        A request with many EXISTS gets such replies.
+        """
         if self._state is not _State.LINE or self._scratch[self._start] != _COLON:
             return
         run = _BITS.match(self._scratch, self._start, self._end)
@@ -238,7 +256,10 @@ class Replies:
             self._wanted.popleft()
 
     def _step(self, replies: list[Reply]) -> bool:
-        """Parse the next line or the end of a value; return False if it has not arrived whole."""
+        """Parse the next line or the end of a value.
+
+        Return False if more bytes have to arrive first.
+        """
         if self._state is _State.LINE:
             end = self._scratch.find(b"\r\n", self._start, self._end)
             if end < 0:
@@ -304,7 +325,7 @@ class Replies:
         self._move_from_scratch()
 
     def _move_from_scratch(self) -> None:
-        """Move bytes of a value that arrived with the value's first line into its buffers."""
+        """Copy bytes of a value that arrived in the scratch buffer to the value's buffers."""
         at_hand = self._end - self._start
         if self._drop_bytes:
             taken = min(at_hand, self._drop_bytes)

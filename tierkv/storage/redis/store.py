@@ -72,11 +72,11 @@ _LARGE_BYTES = 64 << 10  # a shorter value fits into every server's buffers
 
 
 class SentinelLocator:
-    """A `Locator` that asks Sentinels, the processes that know which server is the master.
+    """A `Locator` that asks Sentinels, the processes that monitor the master and elect a new one.
 
-    The Sentinel that answered last is asked first. After a failover the old master closes its
-    connections or is dead. A connection that leads to a replica is closed when its first write is
-    refused.
+    The Sentinel that answered last is asked first. After a failover, a connection to the old master
+    ends when that server closes it, does not answer, or refuses a write because it is a replica
+    now. The next connection then goes to the new master.
     """
 
     def __init__(self, url: RedisUrl, access: RedisAccess) -> None:
@@ -129,8 +129,8 @@ class SentinelLocator:
 
 
 _CURSOR = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,10})+")
-# Writes in a batch from which on handling their answers and making the next batch takes as long as
-# the server needs for them.
+# Number of writes in a batch whose replies, and the making of the next batch, take this process as
+# long as the writes take the server.
 _MANY_WRITES = 8
 
 
@@ -138,12 +138,12 @@ __all__ = ["RedisSettings", "RedisStore"]
 
 
 class RedisStore(BaseStore):
-    """A `Store` on Redis: a name is a key, a value a string, a time to live is PX.
+    """A `Store` on Redis. A value is a string whose key is the value's name.
 
     The Redis user needs these commands: GET SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when
     connecting; in a cluster ASKING and CLUSTER SLOTS), for listings SCAN STRLEN PTTL, and for hints
-    PUBLISH SUBSCRIBE UNSUBSCRIBE on channels called like the names. TIME is used if the user is
-    allowed to.
+    PUBLISH SUBSCRIBE UNSUBSCRIBE on channels that are named like the values. TIME is optional:
+    without it, `now` returns this machine's time.
     """
 
     def __init__(self, url: RedisUrl, settings: RedisSettings, clock: Clock) -> None:
@@ -198,12 +198,17 @@ class RedisStore(BaseStore):
             await self._read_clock(router, access)
 
     async def _read_clock(self, router: Router, access: RedisAccess) -> None:
-        """Record how far a server's clock differs from this machine's, if the server answers."""
+        """Measure how far a server's clock differs from this machine's.
+
+        Skip this if it has no answer.
+        """
         try:
             new_connection = connection_factory(await router.nodes()[0].locate(), access)
             deadline_s = access.pace.deadline_s(0)
             async with conversation(new_connection, url=self.url, deadline_s=deadline_s) as talk:
-                await talk.ask([("PING",)])  # connects: that time is no part of the next answer's
+                await talk.ask(
+                    [("PING",)]
+                )  # connects, so that the next answer does not include that time
                 asked_at = self._clock.monotonic()
                 [reply] = await talk.ask([("TIME",)])
         except StoreUnavailableError as error:
@@ -272,11 +277,9 @@ class RedisStore(BaseStore):
         ]
 
     async def _refusal_of_size(self, cut: Sequence[PutItem]) -> PutOutcome | None:
-        """Return FULL if the server closes connections because a value is too large, else None.
-
-        Such a server sends no error, and answers small requests. The longest interrupted write is
-        therefore repeated between two pings.
-        """
+        """Return FULL if the server closes connections because a value is too large, else None."""
+        # Such a server sends no error, and answers small requests. The longest interrupted write is
+        # therefore repeated between two pings.
         longest = max(cut, key=lambda item: item.num_bytes)
         if longest.num_bytes < _LARGE_BYTES:
             return None
@@ -309,7 +312,7 @@ class RedisStore(BaseStore):
         check_prefix(prefix)
         check_limit(limit)
         position, *passed = _parse_cursor(cursor)
-        # The keys are addresses: a cursor is void on another server of the same sentinel name.
+        # The tags come from addresses: after a failover a cursor does not fit the new server.
         nodes = {}
         for node in self._opened().nodes():
             address = await node.locate()
@@ -332,7 +335,7 @@ class RedisStore(BaseStore):
         return ListPage(tuple(values.values()), after)
 
     async def _found_on_their_way(self, names: Sequence[str]) -> dict[str, StoredValue]:
-        """Describe values that are moving, asking the server that has each one now."""
+        """Return, by name, values that are moving, from the server that has each one now."""
         calls = [
             KeyCommand(name, partial(question, verb, name))
             for name in names
@@ -352,11 +355,12 @@ class RedisStore(BaseStore):
         return {value.name: value for values in found for value in values}
 
     async def _publish_hint(self, topic: str, message: str) -> None:
-        # Any node of a cluster does. A random one, so a dead node does not silence all hints.
+        # Each node of a cluster passes messages to all others. A random one is used, so that a dead
+        # node does not lose all hints.
         await random.choice(self._opened().nodes()).ask("PUBLISH", topic, message)
 
     async def _connect_to_hear(self) -> RedisConnection:
-        """Return a connection to a server that receives every message, as all in a cluster do."""
+        """Return an open connection to any server that answers: each one receives every message."""
         failure: Exception = StoreUnavailableError(f"{self.url} has no server that can be reached")
         nodes = list(self._opened().nodes())
         random.shuffle(nodes)
@@ -381,7 +385,7 @@ class RedisStore(BaseStore):
         return await self._router.carry_out(calls, purpose)
 
     async def _each(self, verb: str, names: Sequence[str], *more: int) -> Sequence[int]:
-        """Send `verb name more` for each name, and return the numbers in the replies."""
+        """Send the command `verb name more` for each name, and return the number in each reply."""
         router = self._opened()
         parts = cut(names, NAMES_PER_COMMAND)
         return [answer for part in parts for answer in await router.each(verb, part, *more)]
@@ -409,7 +413,8 @@ def _is_cut(reply: Reply | Unanswered) -> bool:
 def _parse_cursor(cursor: str | None) -> list[int]:
     """Return the numbers in a cursor: SCAN's position, and CRCs of the servers' addresses.
 
-    The last server is being listed; those before it are complete.
+    The last address is of the server that is being listed. Listings of the other servers are
+    complete.
     """
     if cursor is None:
         return [0]

@@ -1,4 +1,4 @@
-"""The URLs of Redis servers, their names in logs, and the settings of connections."""
+"""Parsing of Redis URLs, and the settings of a Redis store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DB_CHARS = 9
 
 
 class Setup(Enum):
-    """The kind of Redis that a URL names: one server, Sentinels, or a cluster."""
+    """The kind of Redis installation that a URL names: one server, Sentinels, or a cluster."""
 
     SERVER = "server"
     SENTINEL = "sentinel"  # the URL names sentinels, which know the master of a service
@@ -57,8 +57,11 @@ class RedisUrl:
     Attributes:
         setup: one server, Sentinels, or a cluster.
         addresses: the server, the Sentinels, or some nodes of the cluster.
+        is_tls: True if connections use TLS.
         db: number of the database.
-        service: the Sentinels' name for the master; "" otherwise.
+        service: the Sentinels' name for the master; "" without Sentinels.
+        username: None for the default user.
+        password: None for no password.
     """
 
     setup: Setup
@@ -181,7 +184,7 @@ class TlsFiles:
     key: str | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Read the files and return the TLS context. Blocks the thread.
+        """Read the files and return the TLS settings for connections. Blocks the thread.
 
         Raises:
             ConfigError: a file cannot be used.
@@ -213,15 +216,16 @@ def _cannot_use(what: str, path: str | None, error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """The settings of a Redis store. Measurements: docs/benchmarks.md.
+    """The settings of a Redis store.
 
     Attributes:
-        num_connections: number of connections that read values. One more connection asks if values
-            exist, so that no question waits behind a read.
-        write_connections: number of connections that write values.
-        timeout_s: seconds for one exchange, without the time for its bytes.
-        connect_timeout_s: seconds for connecting.
-        slowest_bytes_per_s: lowest rate at which the bytes of an exchange must move.
+        num_connections: number of connections to each server that read values. One more connection
+            asks whether values exist, so that such a question does not wait behind a read.
+        write_connections: number of connections to each server that write values.
+        timeout_s: seconds that a request may take, without the time for its bytes.
+        connect_timeout_s: seconds that connecting may take.
+        slowest_bytes_per_s: lowest accepted transfer rate, in bytes per second; it determines the
+            time for the bytes of a request.
         tls: files for rediss://, for a private authority or a client certificate.
         sentinel_username, sentinel_password: the login at the Sentinels, if they require one.
     """

@@ -1,12 +1,13 @@
-"""One connection for values: sent from the callers' buffers, received into the callers' buffers.
+"""One connection to a Redis server; values move between the socket and the callers' buffers.
 
     submit, send -> [ pieces to send ] -> socket -> server
     outcome <- [ in flight, in order ] <- socket <-'
        '-> the owner submits more, before any caller is woken
 
-The server answers requests in order, so a reply belongs to the oldest request in flight, even if
-its caller was cancelled. The connection uses a request's buffers from `submit` until its outcome is
-set. When the socket is closed, every request without a reply gets an outcome.
+The server answers requests in order: a reply belongs to the oldest request without a reply, even if
+the caller of that request was cancelled. The connection uses a request's buffers from `submit`
+until the request's outcome is set. When the socket is closed, every request without a reply is
+either sent again over another connection or gets the outcome `Unanswered`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from tierkv.storage.redis.resp import NotRedisError, Refused, Replies, Reply
 
 _MAX_PORT = 65_535
 _MAX_PIECES = 1024  # UIO_MAXIOV
-# Seconds for one address of a host before the next is tried, too. RFC 8305 advises 0.25 s and at
-# least 0.01 s; a store is near, and connecting may take 0.25 s in all.
+# Seconds after which the next address of a host is tried, too. RFC 8305 advises 0.25 s and at least
+# 0.01 s; a store is near, so this is shorter.
 _START_S = 0.05
 # Balancers and firewalls silently drop a connection that is idle for some minutes.
 _KEEPALIVE = (
@@ -36,12 +37,18 @@ _KEEPALIVE = (
     (socket.TCP_KEEPINTVL, 10),
     (socket.TCP_KEEPCNT, 3),
 )
-_LONG_BYTES = 256 << 10  # a longer piece gets a call of its own
+_LONG_BYTES = 256 << 10  # a longer piece gets its own system call
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address of a server: host and port, or the path of a Unix socket."""
+    """The address of a server: host and port, or the path of a Unix socket.
+
+    Attributes:
+        host: name or IP address; "" for a Unix socket.
+        port: TCP port; 0 for a Unix socket.
+        socket_path: path of the Unix socket; None for TCP.
+    """
 
     host: str = ""
     port: int = 0
@@ -53,7 +60,7 @@ class Address:
 
 
 def port_of(text: str) -> int | None:
-    """Return the port that a server wrote as `text`, None if `text` is not a port."""
+    """Return the port number that is written in `text`; None if `text` is not a valid port."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(_MAX_PORT))
     return int(text) if is_number and is_port(int(text)) else None
 
@@ -65,8 +72,8 @@ def is_port(number: int) -> bool:
 class Pipe(Protocol):
     """A connected socket, plain or with TLS.
 
-    `read` and `write` raise BlockingIOError if no byte can be moved now, and OSError if the
-    connection is lost.
+    `read` and `write` raise BlockingIOError if no byte can be read or written now, and OSError if
+    the connection is lost.
     """
 
     @property
@@ -78,7 +85,10 @@ class Pipe(Protocol):
 
     @property
     def has_more(self) -> bool:
-        """True if TLS has decrypted bytes that can be read although the socket is not readable."""
+        """True if decrypted bytes are buffered, so that `read` returns some at once.
+
+        The event loop does not report the socket as readable for these bytes.
+        """
 
     def read(self, into: Sequence[memoryview]) -> int:
         """Receive bytes into the buffers `into`, in order.
@@ -98,7 +108,7 @@ class Pipe(Protocol):
 
 
 class PlainPipe:
-    """A TCP or Unix socket. One call moves several buffers, without a copy in Python."""
+    """A TCP or Unix socket. One call reads into several buffers or writes several buffers."""
 
     has_more = False
 
@@ -120,16 +130,18 @@ class PlainPipe:
 
 
 class TlsPipe:
-    """A socket with TLS. One call moves one buffer.
+    """A socket with TLS. One call reads into one buffer or writes one buffer.
 
-    A write that OpenSSL could not complete is repeated with the same bytes and length, as OpenSSL
-    demands; with another length the connection fails ("bad length").
+    OpenSSL requires that an incomplete write is repeated with the same bytes and length; another
+    length fails with "bad length". `write` therefore repeats it before it sends other bytes.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._socket = sock
         self.fd = sock.fileno()
-        self.is_at_home = False  # encryption costs more than a full cache
+        self.is_at_home = (
+            False  # encryption takes longer than cache misses, so the cache does not limit it
+        )
         self._begun: memoryview | None = None
 
     @property
@@ -157,14 +169,14 @@ class TlsPipe:
 
 
 async def open_pipe(address: Address, tls: ssl.SSLContext | None) -> Pipe:
-    """Connect to a server, without a deadline; a cancel closes the socket.
+    """Connect to a server, without a time limit. A cancel closes the socket.
 
     Args:
         address: the server's address.
         tls: settings of the TLS handshake; None for a plain connection.
 
     Raises:
-        OSError: the connection failed; ssl.SSLError is one of these.
+        OSError: the connection or the TLS handshake failed (ssl.SSLError is an OSError).
     """
     sock = await _connect(address)
     if tls is None:
@@ -202,7 +214,7 @@ async def _connect(address: Address) -> socket.socket:
 
 
 async def _resolved(address: Address) -> Sequence[tuple[int, object]]:
-    """Return the address families and socket addresses of a host, in the system's order."""
+    """Return pairs (address family, socket address) of a host, in the resolver's order."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:  # an address needs no look-up in a thread, which takes 17 ms on a busy machine
             socket.inet_pton(family, address.host)
@@ -276,10 +288,10 @@ class Unanswered:
     """The reason why a request has no reply.
 
     Attributes:
-        reason: end of the sentence "URL ...", for errors.
+        reason: the end of an error sentence that begins with the server's URL.
         is_over: True if the server closed or refused the connection, so that the request can be
             sent again over another one.
-        is_new: True if no byte was ever received on the connection.
+        is_new: True if the server had answered nothing on the connection.
     """
 
     reason: str
@@ -291,9 +303,9 @@ Outcome = list[Reply] | Unanswered
 
 
 class Batch:
-    """One future for all requests of a caller, resolved when the last one has ended.
+    """One future for all requests of a call, resolved when every request has an outcome.
 
-    A future per request would take as much time as all other work for the request.
+    With one future for each request, a request would take twice as much processor time.
     """
 
     __slots__ = ("_num_open", "ended")
@@ -310,24 +322,27 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class WireRequest:
-    """One or several commands as bytes to send, with the buffers for a value to receive.
+    """One or several commands to send, and the buffers for the value in the reply.
 
     Attributes:
-        pieces: the bytes to send.
-        into: buffers for the value in the last command's reply; None to return the reply itself.
-        num_bytes: size of the value that is sent or asked for.
-        outcome: all replies, or why there are none; set once, when the connection no longer uses
-            the buffers.
-        batch: notified when the outcome is set; None for no notification.
-        num_replies: number of commands in `pieces`.
+        pieces: the bytes to send, in order.
+        into: buffers for the value in the last command's reply; None if the outcome is to contain
+            that reply itself.
+        num_bytes: size of the value that is sent, or largest size of the value in the reply, in
+            bytes; 0 for a command without a value.
+        outcome: the replies in the order of the commands, or the reason why there are none. None
+            until the request has ended; afterwards the connection does not use the buffers.
+        batch: the `Batch` to notify when the outcome is set; None for none.
+        num_replies: number of commands in `pieces`, each of which gets one reply.
         digest: receives the bytes that are written into `into`; None for none.
-        was_sent: True if a connection has the request.
+        was_sent: True once the request was submitted to a connection.
         may_retry: False if the request must not be sent again.
-        num_retries: number of times that the request was sent again.
-        is_login: True for a command of the login, which is valid only on its own connection.
-        is_once: True if the request must not be sent again once the server may have carried it out.
-        complete: fills in the rest of the value, see `PutItem.complete`; None if nothing is
-            missing.
+        num_retries: number of times that the request was queued again.
+        is_login: True for AUTH and SELECT, which concern only the connection that sends them.
+        is_once: True if the request must not be sent again after the server may have carried it
+            out, as with UNLINK.
+        complete: fills in bytes of `pieces` that are not known before they are sent, such as a
+            checksum; None if all bytes are known.
     """
 
     pieces: Sequence[memoryview]
@@ -346,7 +361,7 @@ class WireRequest:
 
     @property
     def bulk_bytes(self) -> int:
-        """The size of the value that the request sends or receives; 0 for a short reply."""
+        """Size in bytes of the value that the request writes or reads; 0 for a short command."""
         is_question = self.into is None and len(self.pieces) == 1
         return 0 if is_question else self.num_bytes
 
@@ -355,7 +370,7 @@ class WireRequest:
         return self.into is None and self.bulk_bytes > _LONG_BYTES
 
     def make_ready(self) -> None:
-        """Call `complete`, which fills in bytes to send, unless it was called before."""
+        """Call `complete`, which fills in missing bytes of `pieces`, at most once."""
         if self.complete is not None:
             self.complete()
             self.complete = None
@@ -367,7 +382,7 @@ class WireRequest:
                 self.batch.one_ended()
 
     def abandon(self) -> None:
-        """Withdraw the request if it was not sent; otherwise forbid to send it again."""
+        """End the request if it was not sent; if it was, only forbid to send it again."""
         self.may_retry = False
         if not self.was_sent:
             self.settle(Unanswered("withdrawn: its caller was cancelled"))
@@ -375,11 +390,12 @@ class WireRequest:
 
 @dataclass(slots=True)
 class TransferTimeout:
-    """The time limit of an exchange: a fixed time, and the time for its bytes.
+    """The time limit of a request and its reply: a fixed time plus a time for each byte.
 
     Attributes:
-        timeout_s: seconds for the exchange without its bytes.
-        slowest_bytes_per_s: lowest rate at which bytes must move.
+        timeout_s: fixed part of the limit, in seconds.
+        slowest_bytes_per_s: lowest accepted transfer rate, in bytes per second; its inverse is the
+            time for each byte.
     """
 
     timeout_s: float
@@ -390,17 +406,16 @@ class TransferTimeout:
 
 
 class Window:
-    """A limit for the bytes of values under way to or from one server.
+    """A limit on the bytes of values that are in flight to or from one server.
 
-    One object counts for all connections that read, another for all that write. Two values may be
-    under way in any case, so that the server always has a next one.
+    All connections that read share one object, and all connections that write share another. Two
+    values of any size may always be in flight, so that the server need not wait for the next one.
 
     Args:
-        home_bytes: number of bytes under way from which on no further value begins, for a server on
-            this machine. More would not stay in the processor's cache until they are sent or
-            received.
-        away_bytes: the same for a server on another machine, to which the next value travels
-            longer.
+        home_bytes: limit for a server on this machine: with this many bytes in flight, no further
+            value is sent or requested. More bytes would not fit into the processor's cache.
+        away_bytes: the same limit for a server on another machine. It is higher because the next
+            value takes longer to arrive.
     """
 
     def __init__(self, *, home_bytes: int, away_bytes: int) -> None:
@@ -426,7 +441,13 @@ class Window:
 
 @dataclass(slots=True)
 class WireStats:
-    """Counts over all connections that share this object."""
+    """Totals of all connections that share this object.
+
+    Attributes:
+        connections: number of connections that were opened.
+        sent_bytes: bytes sent, without TLS and TCP overhead.
+        received_bytes: bytes received, without TLS and TCP overhead.
+    """
 
     connections: int = 0
     sent_bytes: int = 0
@@ -434,7 +455,13 @@ class WireStats:
 
 
 class Turn:
-    """The bytes that several connections may still send in this turn of the event loop."""
+    """The number of bytes that several connections may still send in this event loop iteration.
+
+    The limit keeps sending from blocking the event loop.
+
+    Attributes:
+        left: the bytes that may still be sent; 0 or less if none may.
+    """
 
     def __init__(self) -> None:
         self.left = _TURN_BYTES
@@ -446,7 +473,7 @@ class Turn:
         self.left -= num_bytes
 
     def when_next(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` when the next turn begins, before the event loop's other work."""
+        """Call `go_on` once, at the start of the next turn, when bytes may be sent again."""
         self._waiting.append(go_on)
 
     def _begin(self) -> None:
@@ -482,27 +509,33 @@ class _InFlight:
 
 
 class Owner(Protocol):
-    """The owner of connections: it submits requests to them, and retries those that fail.
+    """The object that submits requests to connections, and retries requests after a failure.
 
-    The methods are called on the event loop and return without waiting.
+    The connections call these methods on the event loop; the methods return without waiting.
     """
 
     def fill(self, wire: Wire) -> None:
-        """Submit more requests to `wire`, which has received replies and may have room."""
+        """Submit queued requests to `wire`, which calls this after it has received replies."""
 
     def requeue(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
-        """Retry or fail requests that got no reply before their connection ended.
+        """Send requests again or fail them, because their connection ended before the reply.
 
         Args:
             requests: the requests, the oldest first; their buffers are no longer in use.
-            failure: why and how the connection ended.
+            failure: the reason why the connection ended.
         """
 
 
 class Wire:
-    """A connected socket, and the requests that are in flight on it.
+    """A connection to a server, and the requests that are in flight on it.
 
-    Call the methods on the event loop. Only `until_room` waits.
+    A request is in flight from `submit` until it has its replies or the connection ends. Call the
+    methods on the event loop. Only `until_room` waits.
+
+    Attributes:
+        is_lost: True once the socket is closed.
+        has_answered: True once the server has answered a command.
+        is_ready: True after the login, when callers' requests may be submitted.
     """
 
     def __init__(
@@ -543,13 +576,13 @@ class Wire:
         window.is_at_home = pipe.is_at_home
 
     def submit(self, request: WireRequest, *, since: float) -> None:
-        """Queue `request` behind those submitted before; `send` sends it.
+        """Queue `request` behind the requests submitted before. Call `send` to start sending.
 
         Args:
-            request: the commands. The connection uses the buffers until the outcome is set.
-            since: time of the event loop from which the request's time limit counts: when the
-                request was ready, even if no connection was open then. At least half of the limit
-                remains after this call, however long connecting took.
+            request: the request. The connection uses its buffers until the outcome is set.
+            since: time of the event loop, in seconds, from which the request's time limit counts:
+                the moment when the request was ready, even if no connection was open then. At least
+                half of the limit remains after this call, however long connecting took.
         """
         assert not self.is_lost, "a lost connection takes no requests"
         if not self._in_flight:
@@ -575,7 +608,7 @@ class Wire:
         self._to_send.extend(request.pieces)
 
     def send(self) -> None:
-        """Send the submitted requests, in as few system calls as possible."""
+        """Send submitted bytes until the socket is full; the event loop sends the rest later."""
         if not (self._is_writing or self.is_lost):
             self._write()
 
@@ -585,7 +618,7 @@ class Wire:
 
     @property
     def has_room(self) -> bool:
-        """True if this connection can take another request."""
+        """True if another request may be submitted to this connection."""
         return not (self.is_lost or self._is_broken) and len(self._in_flight) < _MAX_IN_FLIGHT
 
     async def until_room(self) -> None:
@@ -593,7 +626,7 @@ class Wire:
         await self._room.wait()
 
     def close(self, failure: Unanswered) -> None:
-        """Close the socket; requests in flight get the outcome `failure`.
+        """Close the socket, and pass requests in flight with `failure` to the owner's `requeue`.
 
         A repeated call does nothing.
         """
@@ -643,8 +676,8 @@ class Wire:
             self._stats.received_bytes += num_bytes
             left -= max(num_bytes, _MIN_READ_BYTES)
             self._handle_received(num_bytes)
-            # After the peer has died uvloop calls back once, though there may be bytes to read
-            # first. While requests are in flight the socket is read until it is empty or fails.
+            # After the peer has died uvloop calls back only once, even if bytes are left to read.
+            # While requests are in flight the socket is therefore read until it is empty or fails.
             if self.is_lost or not (self._in_flight or self._pipe.has_more):
                 return
         if not self.is_lost:
@@ -660,7 +693,7 @@ class Wire:
             return
         while replies and not self.is_lost:
             replies = self._answer(replies)
-        # Not before all replies have been given: sending may read, see `_write`.
+        # After the loop, when all replies are assigned: sending may read, see `_write`.
         self._has_ended_some = True
         if len(self._in_flight) <= _FEW_IN_FLIGHT or self._in_flight[0].request.into is None:
             self._fill()
@@ -673,7 +706,10 @@ class Wire:
             self._room.set()
 
     def _answer(self, replies: list[Reply]) -> list[Reply]:
-        """Give replies to the oldest request; return the replies that belong to later requests."""
+        """Assign replies to the oldest request.
+
+        Return the replies that belong to later requests.
+        """
         first = replies[0]
         if not self.has_answered and isinstance(first, Refused) and first.turns_away:
             why = f"refuses connections ({first.message:.80})"
@@ -729,14 +765,11 @@ class Wire:
             self._turn.when_next(self._send_on)
 
     def _next_pieces(self, max_bytes: int) -> list[memoryview]:
-        """Return the bytes to send with one system call, at most `max_bytes`.
-
-        A second long piece is left to the next call if this turn of the loop has no bytes left for
-        it.
-        """
+        """Return the pieces to send with one system call, at most `max_bytes` bytes together."""
         pieces: list[memoryview] = []
         num_bytes = 0
         for piece in self._to_send:
+            # A second long piece waits for the next call if this turn has no bytes left for it.
             is_second = num_bytes > _LONG_BYTES and len(piece) > _LONG_BYTES
             if is_second and num_bytes + len(piece) > self._turn.left + _HEADS_BYTES:
                 break
@@ -765,7 +798,7 @@ class Wire:
         self.close(Unanswered(f"did not answer within {oldest.allowed_s * 1000:.0f} ms"))
 
     def _lose(self, why: str) -> None:
-        """Close a connection that has ended; mark requests that must not be sent again."""
+        """Close a connection that failed; forbid retries of requests that must not be repeated."""
         for place, waiting in enumerate(self._in_flight):
             # The oldest request's digest may have received a part of the value. Without an answer
             # the command may have been carried out: a server that closes drops its answers.
