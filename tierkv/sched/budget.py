@@ -15,18 +15,19 @@ _AT_ONCE = Decision(math.inf, 0.0, math.inf, "it waits for all there is")
 class Budget:
     """The seconds that one request, claim or lookup may still wait for storage.
 
-    Every wait for storage runs inside `limit`, which counts its seconds and ends it when none are
-    left. The end of a wait does not cancel the operation at the store, which runs in a task of its
-    own.
+    Every wait for storage runs inside `limit`, which counts its seconds and ends the wait when none
+    are left. The store's operation is not cancelled then, because it runs in a task of its own.
 
     Args:
         deadline_s: upper limit of the seconds spent waiting, whatever the estimates say.
-        step_s: after each arrival of blocks, at least this many seconds are left; None if arrivals
-            do not extend the deadline.
+        step_s: number of seconds that are left, at the least, after each arrival of blocks; None if
+            arrivals do not extend the deadline.
         estimator: the rule for fetching or computing, which can end the wait earlier; None for a
             caller that cannot compute and has to wait.
-        is_claim: True for a decode node's request, whose missing tokens a prefill node has
-            computed.
+        is_claim: True for the request of a decode node, whose tokens a prefill node has computed.
+
+    Attributes:
+        may_compute: True if the caller can compute the tokens instead of waiting.
     """
 
     def __init__(
@@ -52,7 +53,10 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """Seconds that the present wait, or one that begins now, may still take."""
+        """Seconds until the present wait ends.
+
+        Between two waits, the limit of a wait that begins now.
+        """
         most_s = min(self._deadline_s, self._allowed_s) - self._spent()
         if self._scope is None:
             return min(most_s, self._silent_s)
@@ -60,11 +64,11 @@ class Budget:
 
     @property
     def deadline_at(self) -> float:
-        """Latest end of the present wait, in seconds of the loop's clock."""
+        """Latest end of the present wait in seconds of the loop's clock, whatever is estimated."""
         return self._time() + self._deadline_s - self._spent()
 
     def restrict(self, tokens: int, *, is_answered: bool = False) -> Decision:
-        """Shorten the wait by the rule for fetching or computing the missing tokens.
+        """Decide between waiting and computing, and limit the wait accordingly.
 
         A later call can shorten the wait further but does not lengthen it.
 
@@ -73,7 +77,7 @@ class Budget:
             is_answered: True if storage has confirmed that it has these tokens.
 
         Returns:
-            The decision; for a caller that cannot compute, always to wait.
+            The decision. For a caller that cannot compute, it is always to wait.
         """
         if self._estimator is None:
             return _AT_ONCE
@@ -86,11 +90,12 @@ class Budget:
         return verdict
 
     def arrived(self, rest_s: float | None = None) -> None:
-        """Record that blocks or an answer came from storage, and extend the wait accordingly.
+        """Record that blocks, or an answer, came from storage, and extend the wait.
 
         Args:
-            rest_s: estimated seconds until the remaining blocks have arrived, for which the wait
-                may go on; None if computing them is expected to be faster.
+            rest_s: estimated seconds until the remaining blocks have arrived; the wait may last
+                that long. None if computing these blocks is expected to be faster: the limit by
+                `restrict` stays.
         """
         self._heard_at = self._time()
         if self._step_s is not None:
@@ -100,18 +105,18 @@ class Budget:
         self._reschedule()
 
     def restart(self) -> None:
-        """Set the waited seconds to 0.
+        """Set the seconds spent waiting to 0.
 
-        Called when storage has answered in time that the awaited value is not there yet.
+        Call this when storage has answered, in time, that the awaited value is not there yet.
         """
         self._spent_s = 0.0
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Limit the waits for storage in the body, and count their seconds.
+        """Run the body, which waits for storage, and end it when no seconds are left.
 
         Raises:
-            TimeoutError: the budget is used up.
+            TimeoutError: no seconds are left.
         """
         assert self._scope is None, "a request waits for one thing at a time"
         self._since = self._heard_at = self._time()
@@ -124,7 +129,10 @@ class Budget:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop counting seconds during the body, which copies fetched blocks to the device."""
+        """Do not count the seconds of the body, which copies fetched blocks to the device.
+
+        The end of the body counts as an arrival of blocks (see `arrived`).
+        """
         self._spent_s, self._is_stopped = self._spent(), True
         self._reschedule()
         try:

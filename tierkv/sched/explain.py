@@ -1,4 +1,4 @@
-"""Explanation of a prompt's match: the tier of each block, the first miss, and its reason."""
+"""Explains which blocks of a prompt are cached, and why the first missing block is not."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class Miss(Enum):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Consecutive blocks [start, stop) of the prompt that were all found on the tier `where`.
+    """Consecutive blocks [start, stop) of a prompt that were all found on the tier `where`.
 
-    A stored tail (partial last block) counts as a block.
+    A stored tail (partial last block) counts as a block. "loading" means that the blocks are being
+    copied from the host to the device.
     """
 
     start: int
@@ -41,14 +42,20 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """The cached part of a prompt, and the reason of the first miss.
+    """The cached part of a prompt, and the reason why its first missing block is not cached.
 
     Attributes:
+        num_tokens: number of tokens of the prompt.
+        num_blocks: number of the prompt's first full blocks that are on device or host.
+        runs: the blocks that were found, by tier; blocks in storage come last.
+        partial_tokens: number of tokens after these blocks that are in a cached block of which the
+            prompt shares only the first tokens.
         first_miss: index of the first missing block; None if no block is missing.
-        tier: the tier that lost the block; None if none did.
+        reason: the text of a `Miss`.
+        tier: the tier from which the missing block was lost; None if it was not lost.
         at: time of that loss on the service's clock, in seconds; None if unknown.
-        ago_s: seconds between that loss and this explanation.
         detail: more about the reason, in words.
+        ago_s: seconds between that loss and this explanation; None if unknown.
     """
 
     num_tokens: int
@@ -75,18 +82,18 @@ def explain(  # noqa: PLR0913 - what else is known at this moment
     stored: range | None = None,
     now: float = 0.0,
 ) -> Explanation:
-    """Explain which blocks of a prompt are cached where, and why not more; changes nothing.
+    """Explain which blocks of a prompt are cached, and why the next one is not; change nothing.
 
     Args:
         index: the index of all blocks.
         prompt: the prompt.
-        match: its cached blocks at this moment.
-        history: events of evicted and failed blocks.
+        match: the cached blocks of the prompt at this moment.
+        history: the latest evictions and failures of blocks.
         fetching: True if the block after the match is being fetched from storage.
         computing: True if a request computes that block.
-        fingerprints: the fingerprint of each space (model, tenant, adapter) that the caller may
-            know. The explanation says in which fields another space differs, if both are listed.
-            None if the caller may only learn that another space differs.
+        fingerprints: by name of the space, the fingerprints that the caller is allowed to see. If
+            the prompt is cached under another fingerprint, and both are listed, the explanation
+            names the fields that differ. None if the caller may see none.
         stored: indexes of the blocks after the match that storage has; None if storage was not
             asked or did not answer in time.
         now: time on the clock of the history, in seconds.
@@ -155,10 +162,7 @@ def _covers(match: Match, prompt: Prompt) -> bool:
 
 
 def _differs(ours: str, theirs: str, known: Mapping[str, Fingerprint] | None) -> str:
-    """Return the differences of two spaces in words.
-
-    A space that is not in `known` is not described: one tenant must not learn about another.
-    """
+    """Return the differences between the fingerprints of two spaces, if both are in `known`."""
     if known is None or ours not in known or theirs not in known:
         return "cached under another fingerprint"
     return "; ".join(differences(known[ours].readable(), known[theirs].readable()))

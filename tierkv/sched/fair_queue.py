@@ -1,8 +1,9 @@
 """The order of waiting requests: by priority, then by space, then by arrival.
 
-Within one priority, the space that was given the fewest blocks is next. Requests of one space are
-admitted in order of arrival. A low priority gets one turn before all others when MAX_PASSED_OVER
-later requests of higher priority have been admitted before it.
+Within one priority, the next request comes from the space whose requests were given the fewest
+blocks (a space is the part of the index for one fingerprint). Requests of one space are admitted in
+order of arrival. If MAX_PASSED_OVER younger requests of higher priority were admitted before the
+next request of a priority, this priority gets one turn before all others.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ class Waiting:
     """A request that is not admitted yet.
 
     Attributes:
-        spec: the request.
-        fetched: the blocks that were fetched from storage for it; None for none.
-        outcome: resolved with the running request, or with the error that refuses it.
-        number: number in the order of arrival; -1 before `WaitingLine.join`.
-        uses_partial: False if the request must not copy a partly shared block, because keeping that
-            block leaves too little room for the request itself.
+        spec: the engine's specification of the request.
+        fetched: the blocks that were fetched from storage for it; None if there are none.
+        outcome: future of the running request, or of the error by which the request is refused.
+        number: position in the order of arrival, from 0; -1 before `WaitingLine.join`.
+        uses_partial: True if the request may copy a cached block that shares only its first tokens
+            with the prompt. Set to False if there is too little room for the request while that
+            block is protected from eviction.
         wait: the present wait for blocks that another request computes; None without one.
-        timer: ends `wait` at its time limit.
-        give_up_at: latest end of all such waits, in seconds of the loop's clock; None before the
-            first.
+        timer: ends `wait` at its time limit; None without `wait`.
+        give_up_at: time after which the request no longer waits for blocks of other requests, in
+            seconds of the loop's clock; None before the first such wait.
         parked_at: start of the last such wait, in seconds of the loop's clock.
     """
 
@@ -56,12 +58,12 @@ class Waiting:
         return self.spec.priority
 
     def park(self, wait: PromiseWait, now: float, on_timeout: Callable[[], None]) -> None:
-        """Let the request wait beside the queue for blocks that another request computes.
+        """Begin a wait for blocks that another request computes.
 
         Args:
-            wait: the wait.
+            wait: the blocks to wait for, and the time limit.
             now: seconds on the loop's clock.
-            on_timeout: called at the time limit of the wait, unless `unpark` is called before.
+            on_timeout: called at the time limit, unless `unpark` was called before.
         """
         if self.give_up_at is None:
             self.give_up_at = now + wait.patience_s
@@ -71,7 +73,10 @@ class Waiting:
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
 
     def unpark(self) -> PromiseWait | None:
-        """End the request's wait beside the queue and return it; None if it was not waiting."""
+        """End the wait for another request's blocks and return it.
+
+        Return None if there was none.
+        """
         wait, self.wait = self.wait, None
         if wait is not None:
             wait.promise.num_waiting -= 1
@@ -94,9 +99,9 @@ class _Level:
     """The waiting requests of one priority.
 
     Attributes:
-        queues: by space, a heap of the numbers of requests in the queue. Numbers of requests that
-            have left stay until they reach the top.
-        num_passed: number of later requests of higher priority that were admitted before this
+        queues: by space, a heap of the numbers of its requests. The number of a request that left
+            the queue is removed when it reaches the top of the heap.
+        num_passed: number of younger requests of higher priority that were admitted before this
             level's next request.
     """
 
@@ -111,9 +116,10 @@ class _Level:
 class WaitingLine:
     """The queue of waiting requests.
 
-    The time to find the next request grows with the number of waiting spaces, not of requests. A
-    request that waits for another request's blocks stands aside: the requests behind it are
-    admitted, and later it returns to its place in the queue.
+    A request can stand aside while it waits for blocks that another request computes. Requests
+    behind it are then admitted before it; afterwards it returns to its place in the queue. The time
+    to find the next request grows with the number of spaces that have waiting requests, not with
+    the number of requests.
     """
 
     def __init__(self) -> None:
@@ -123,7 +129,7 @@ class WaitingLine:
         self._num_of_space: Counter[str] = Counter()
         self._num_ever = 0
         self._levels: dict[int, _Level] = {}  # the highest priority first
-        self._served = 0  # most blocks that any space had been given before a turn of its own
+        self._served = 0  # largest number of blocks that a space had been given before an admission
         self._aside: dict[Promise, list[tuple[int, int]]] = {}  # heaps of (block, number)
         # Requests with fetched blocks, in order; None after a change of the queue.
         self._holding: list[Waiting] | None = None
@@ -139,7 +145,7 @@ class WaitingLine:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits, neither in the queue nor aside."""
+        """True only if no request waits, neither in the queue nor aside."""
         return not self._line and not self._aside
 
     def find(self, request_id: str) -> Waiting | None:
@@ -149,7 +155,7 @@ class WaitingLine:
         return space in self._num_of_space
 
     def join(self, waiting: Waiting) -> None:
-        """Add a request at the end of the queue; no other one in the queue may have the same id."""
+        """Add a request at the end of the queue; its id must differ from all ids in the queue."""
         assert waiting.spec.request_id not in self._by_id, "the request id is already in the queue"
         waiting.number = self._num_ever
         self._num_ever += 1
@@ -167,7 +173,7 @@ class WaitingLine:
         self._holding = None
 
     def _queue(self, waiting: Waiting) -> None:
-        """Put the request into its place in the queue, by its number."""
+        """Put the request into the queue at the position that its number gives."""
         level = self._levels.get(waiting.priority)
         if level is None:
             level = self._levels[waiting.priority] = _Level()
@@ -184,22 +190,25 @@ class WaitingLine:
         self._holding = None
 
     def forget(self, space: str) -> None:
-        """Forget how many blocks a closed space was given."""
+        """Forget how many blocks the requests of a closed space were given."""
         self._given.pop(space, None)
 
     def given(self, space: str, num_blocks: int) -> None:
-        """Record that a space was given blocks; spaces with fewer blocks are served first.
+        """Add to the number of blocks that a space was given; the space with the fewest is next.
 
         Args:
-            space: name of the space.
-            num_blocks: number of blocks that the admitted request was given.
+            space: name of the space of an admitted request.
+            num_blocks: number of blocks that were reserved for the request.
         """
         before = self._given.get(space, 0)
         self._served = max(self._served, before)
         self._given[space] = before + num_blocks
 
     def admitted(self, waiting: Waiting) -> None:
-        """Remove an admitted request; count it for each lower priority with an older request."""
+        """Remove an admitted request from the queue.
+
+        Each lower priority whose next request is older than this one was passed over once more.
+        """
         for priority, level in self._levels.items():
             if priority == waiting.priority:
                 level.num_passed = 0
@@ -210,8 +219,8 @@ class WaitingLine:
     def next(self, may_go: Callable[[Waiting], bool]) -> Waiting | None:
         """Return the next request to admit; None if there is none.
 
-        If `may_go` returns False for a space's first request, the space is skipped. Its later
-        requests are not tried, since small ones would otherwise starve a big one.
+        If `may_go` returns False for the first request of a space, all other requests of this space
+        are skipped too: small requests would otherwise starve a big one.
         """
         found = {priority: self._firsts(level) for priority, level in self._levels.items()}
         self._levels = {one: level for one, level in self._levels.items() if found[one]}
@@ -253,22 +262,22 @@ class WaitingLine:
     def stand_aside(
         self, waiting: Waiting, wait: PromiseWait, now: float, on_timeout: Callable[[], None]
     ) -> None:
-        """Let the request wait for another request's blocks; requests behind it can be admitted.
+        """Let a request wait for another request's blocks; requests behind it can be admitted.
 
         Args:
-            waiting: the request.
-            wait: the wait.
+            waiting: a request in the queue.
+            wait: the blocks to wait for, and the time limit.
             now: seconds on the loop's clock.
-            on_timeout: called at the time limit of the wait, unless `come_back` is called before.
+            on_timeout: called at the time limit, unless `come_back` was called before.
         """
         waiting.park(wait, now, on_timeout)
         heapq.heappush(self._aside.setdefault(wait.promise, []), (wait.stop, waiting.number))
 
     def come_back(self, waiting: Waiting) -> PromiseWait | None:
-        """Return the request to its place in the queue.
+        """End the wait of a request that stands aside, and return it to its place in the queue.
 
         Returns:
-            The wait that has ended; None if the request was not aside.
+            The wait; None if the request did not stand aside.
         """
         wait = waiting.unpark()
         if wait is not None:
@@ -276,7 +285,10 @@ class WaitingLine:
         return wait
 
     def ready_again(self) -> list[Waiting]:
-        """Return the requests aside whose awaited blocks are computed, or will not be."""
+        """Return the requests aside whose awaited blocks are computed or will never be.
+
+        Each request is returned once; the caller passes it to `come_back`.
+        """
         found: list[Waiting] = []
         for promise, heap in list(self._aside.items()):
             while heap and (promise.is_over or heap[0][0] <= promise.first):
@@ -291,13 +303,13 @@ class WaitingLine:
     # Fetched blocks
 
     def release_last_fetched(self, space: str | None = None) -> bool:
-        """Release the fetched blocks of one request, the last in the queue that has any.
+        """Release the fetched blocks of the last request in the queue that has any.
 
         Args:
-            space: the space of the request; None for any.
+            space: name of the space whose requests are considered; None for all spaces.
 
         Returns:
-            True if there was such a request.
+            True if blocks were released, False if no such request has any.
         """
         if self._holding is None:
             self._holding = [one for one in self.ordered() if one.holds_fetched]
@@ -311,7 +323,7 @@ class WaitingLine:
         return False
 
     def ordered(self) -> list[Waiting]:
-        """Return all requests, sorted by priority, space and arrival."""
+        """Return all waiting requests, by priority, by blocks given to the space, by arrival."""
         return sorted(
             self._line.values(),
             key=lambda one: (-one.priority, self._given.get(one.space, 0), one.number),

@@ -9,11 +9,11 @@ INTERVAL_S = 1.0
 
 
 class LogThrottle:
-    """Logs the first event at once, and the events of the next second in one line at its end.
+    """Logs the first event at once, and the events of the following second as one line at its end.
 
     Args:
         log: the logger.
-        text: format string for the number of events and the last reason.
+        text: format string with two fields: the number of events, and the last reason.
     """
 
     def __init__(self, log: logging.Logger, text: str) -> None:
@@ -24,10 +24,12 @@ class LogThrottle:
         self._reason = ""
 
     def warn(self, reason: str, count: int = 1) -> None:
-        """Log events now, or at the end of the second. Call it on the event loop's thread.
+        """Log events now, or at the end of the running second.
+
+        Call this on the event loop's thread.
 
         Args:
-            reason: the reason; only the last one of a line is logged.
+            reason: the reason of the events. A line shows only the reason of its last event.
             count: number of events.
         """
         self._count += count

@@ -1,4 +1,4 @@
-"""Plans of evictions: the blocks to evict, and those to copy to a lower tier first.
+"""Plans of evictions: the blocks to evict, and the copies to a lower tier that come first.
 
 Making a plan changes nothing.
 """
@@ -20,8 +20,8 @@ class Step:
 
     Attributes:
         victim: the blocks.
-        must_copy: True if they must be copied: the write rule says so, or cached blocks after them
-            in the same prompt could no longer be matched.
+        must_copy: True if the write rule demands the copy, or if later blocks of the same prompt
+            stay cached and could not be matched without these blocks.
     """
 
     victim: Victim
@@ -29,16 +29,17 @@ class Step:
 
 
 def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRule) -> list[Step]:
-    """Plan the eviction of `missing` copies from a tier.
+    """Plan the eviction of `missing` copies of blocks from a tier.
 
     Args:
-        order: the order of eviction.
+        order: the blocks of the tier in the order of eviction.
         tier: the tier to evict from.
         missing: number of copies to evict; 0 or less for none.
         rule: the rule for copies to the tier below.
 
     Returns:
-        The steps, in order. They have fewer than `missing` copies if no more can be evicted.
+        The steps, in order. If fewer than `missing` copies can be evicted, the steps evict only
+            these.
     """
     if missing <= 0:
         return []
@@ -58,10 +59,7 @@ def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRul
 
 
 def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
-    """Split a victim by whether the tier below has a copy.
-
-    Returns each part with True if the tier below has a copy, the last blocks first.
-    """
+    """Split a victim into parts, each with True if the tier below has it; the last blocks first."""
     node, start, stop = victim.node, victim.start, victim.stop
     host = node.copies[Tier.HOST]
     if tier is Tier.DEVICE and host.uniform is not None:
@@ -80,7 +78,7 @@ def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
 
 
 def _has_below(part: Victim, tier: Tier, forgotten: set[tuple[int, int]]) -> bool:
-    """Return whether cached blocks after this part stay, which could not be matched without it."""
+    """Return whether blocks stay cached that no match would reach without this part."""
     if tier is Tier.HOST:
         return False  # a host victim has no descendant that is on the host only
     node: TreeNode = part.node

@@ -1,4 +1,4 @@
-"""The slots of the tiers, their uses outside the index, and the tasks that may touch them."""
+"""Slots of device and host, the slots that copies use outside the index, and the copies' tasks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Allowance:
     """Seconds that requests in need of room may still wait for writes to a slow store.
 
     The allowance begins with MAX_AT_ONCE_S, grows by WRITE_SHARE of the elapsed time up to the same
-    limit, and shrinks by the seconds waited. While it is used up, blocks are evicted without being
-    stored, so that a slow store does not slow down engines.
+    limit, and shrinks by the seconds spent waiting. While nothing of it is left, blocks are evicted
+    without being stored, so that a slow store does not slow down engines.
 
     Attributes:
-        seconds: the allowance.
+        seconds: the seconds left; 0 or less if no request may wait.
         is_waiting: True while a request waits for a write.
     """
 
@@ -40,7 +40,11 @@ class Allowance:
     _seen_at: float | None = None
 
     def update_allowance(self, now: float) -> bool:
-        """Update the allowance at time `now`; return whether a request may wait for a write."""
+        """Update the allowance; return whether a request may wait for a write.
+
+        Args:
+            now: seconds on the loop's clock.
+        """
         went_by = now - (now if self._seen_at is None else self._seen_at)
         self._seen_at = now
         spent = went_by if self.is_waiting else 0.0
@@ -49,14 +53,14 @@ class Allowance:
 
 
 class Work:
-    """The tasks of all copies.
+    """The running copies of one node, and the tasks that make them.
 
     Each task updates the index at its end, even if no caller waits for it.
 
     Attributes:
         num_tasks: number of running tasks and copies.
-        num_late: number of writes that a store has not finished within STORE_PATIENCE_S.
-        num_changes: number of calls of `capacity_changed`.
+        num_late: number of running writes to a store that have taken longer than STORE_PATIENCE_S.
+        num_changes: number of calls of `capacity_changed` so far.
         allowance: seconds that requests may still wait for a slow store.
     """
 
@@ -74,9 +78,9 @@ class Work:
 
     @asynccontextmanager
     async def running(self, num_lent: Callable[[], tuple[int, int]]) -> AsyncIterator[None]:
-        """Accept tasks during the body; at its end, wait for all copies.
+        """Accept tasks during the body; at its end, wait until all tasks and copies have ended.
 
-        The wait has no limit, since the memory of the slots is freed next. A log line every
+        The wait has no limit, because the memory of the slots is freed next. A log line every
         CLOSING_PATIENCE_S seconds shows that the wait goes on.
 
         Args:
@@ -103,7 +107,7 @@ class Work:
                 self._changed.set()
 
     async def next_change(self) -> None:
-        """Wait until slots may have become free since the start of the call.
+        """Wait for the next call of `capacity_changed`: slots may have become free.
 
         Raises:
             ShuttingDownError: the node has shut down.
@@ -116,7 +120,7 @@ class Work:
             raise ShuttingDownError("this node has shut down")
 
     def on_capacity(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever slots may have become free."""
+        """Call `listener` on each `capacity_changed`, when slots may have become free."""
         self._listeners.append(listener)
 
     def capacity_changed(self) -> None:
@@ -129,29 +133,29 @@ class Work:
             listener()
 
     def is_at_work(self, space: str | None = None) -> bool:
-        """Return whether running copies will make room at their end.
+        """Return whether running copies will free slots, or make blocks evictable, at their end.
 
-        Fetches from storage do not count, since their blocks are kept for a request.
+        Fetches from storage do not count, because a request needs their blocks.
 
         Args:
-            space: name of the space (a tenant's part of the index) of the copied blocks; None for
-                any.
+            space: name of the space (part of the index for one fingerprint) of the copied blocks;
+                None for all spaces.
         """
         return bool(self._at_work if space is None else self._at_work[space])
 
     def start(
         self, work: Coroutine[None, None, None], name: str, *, space: str | None = None
     ) -> None:
-        """Run `work` in a task that this object owns and waits for.
+        """Run `work` in a task; `running` waits for its end.
 
         Args:
             work: the coroutine to run.
             name: name of the task.
-            space: name of the space (a tenant's part of the index) whose blocks can be evicted at
-                the end of the task; None if the task makes no room.
+            space: name of the space (part of the index for one fingerprint) whose blocks can be
+                evicted at the end of the task; None if the task makes no room.
 
         Raises:
-            ShuttingDownError: a failure is stopping the service.
+            ShuttingDownError: the node is stopping after a failure.
         """
         task = self.started(work, name)
         if space is not None:
@@ -159,10 +163,10 @@ class Work:
             task.add_done_callback(lambda _: self._work_ended(space))
 
     def begin(self, space: str) -> Callable[[], None]:
-        """Count a copy that has no task of its own and makes room for `space` at its end.
+        """Count a copy that has no task of its own, and that makes room in `space` at its end.
 
         Returns:
-            The function to call at its end.
+            The function to call at the end of the copy.
         """
         self.num_tasks += 1
         self._at_work[space] += 1
@@ -177,9 +181,10 @@ class Work:
         return end
 
     def begin_storing(self, space: str) -> Callable[[], None]:
-        """Count a write to a store, which reads host slots.
+        """Count a write of blocks of `space` from host slots to a store.
 
-        Requests wait for the write at most STORE_PATIENCE_S; a slower write counts in `num_late`.
+        Requests that need room wait for the write at most STORE_PATIENCE_S. After that, the write
+        counts in `num_late`.
 
         Returns:
             The function to call at the end of the write.
@@ -211,17 +216,17 @@ class Work:
             self.capacity_changed()
 
     def started(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        """Run `work` as `start` does, and return its task for a caller that may cancel it.
+        """Run `work` in a task, and return the task for a caller that may cancel it.
 
         Args:
             work: the coroutine to run.
             name: name of the task.
 
         Returns:
-            The task.
+            The task; `running` waits for its end.
 
         Raises:
-            ShuttingDownError: a failure is stopping the service.
+            ShuttingDownError: the node is stopping after a failure.
         """
         assert self._tasks is not None, "the tiers are running"
         try:
@@ -244,16 +249,16 @@ _NO_SLOTS: Ids = np.zeros(0, np.int32)
 
 @dataclass(slots=True)
 class Leaving:
-    """The slots from `first` on, which a tier loses because it shrinks or is emptied.
+    """The slots that a tier loses because it shrinks or is emptied.
 
-    A caller that acquires such slots gets other ones instead, since waiting requests could keep
-    them in use forever.
+    A caller that acquires such slots gets other ones instead, because requests could otherwise use
+    them forever.
 
     Attributes:
-        first: the first slot to remove.
-        slots: the slots that have been removed so far.
-        stores_first: True if blocks are stored before they are evicted, where the write rule says
-            so.
+        first: the lowest of these slots; all higher ones leave too.
+        slots: the slots that are out of use already, as arrays of ids.
+        stores_first: True if blocks in these slots are stored before they are evicted, where the
+            write rule says so.
     """
 
     first: int
@@ -266,14 +271,14 @@ class Leaving:
 
 
 class Slots:
-    """The slots of device and host, and their uses outside the index.
+    """The slots of device and host, with the slots that copies use outside the index.
 
-    A slot is lent while a copy uses it and it is neither free nor in the index. `verify` counts
+    A slot is lent while a copy uses it and it is neither free nor in the index. `verify` adds up
     free, indexed and lent slots to find lost ones.
 
     Attributes:
-        pools: free slots by tier.
-        leaving: slots that a shrinking tier loses, by tier.
+        pools: by tier, the free slots.
+        leaving: by tier, the slots that a shrinking tier loses.
     """
 
     def __init__(self, device_pool: BlockPool, host_pool: BlockPool, work: Work) -> None:
@@ -286,7 +291,7 @@ class Slots:
         self._still_read = _NO_SLOTS  # host slots of evicted blocks that are being read
 
     def give(self, tier: Tier, slots: Ids) -> None:
-        """Free slots, and wake callers that wait for room.
+        """Free slots, and wake callers that wait for slots.
 
         Args:
             tier: the tier of the slots.
@@ -297,20 +302,20 @@ class Slots:
             self._work.capacity_changed()
 
     def lend(self, tier: Tier, slots: Ids) -> None:
-        """List slots as used by a copy outside the index; `verify` then counts them as in use.
+        """Record that a copy uses slots which are neither free nor in the index.
 
         Args:
             tier: the tier of the slots.
-            slots: the slots, int32 [n]; `unlend` needs the same array.
+            slots: the slots, int32 [n]; pass the same array to `unlend` later.
         """
         self._in_flight[tier].append(slots)
 
     def unlend(self, tier: Tier, slots: Ids) -> None:
-        """Remove slots from the list of slots used outside the index, without freeing them.
+        """Record that a copy no longer uses slots; they are not freed.
 
         Args:
             tier: the tier of the slots.
-            slots: the same array as in `lend`.
+            slots: the array that was passed to `lend`.
         """
         lent = self._in_flight[tier]
         del lent[next(i for i, other in enumerate(lent) if other is slots)]
@@ -319,18 +324,21 @@ class Slots:
         """Take acquired slots out of use, because their tier is becoming smaller.
 
         Args:
-            tier: the tier, which is in `leaving`.
-            slots: slots from the tier's first leaving slot on, int32 [n].
+            tier: the tier of the slots, which is in `leaving`.
+            slots: ids of at least `leaving[tier].first`, int32 [n].
         """
         self.lend(tier, slots)
         self.leaving[tier].slots.append(slots)
 
     def num_lent(self) -> tuple[int, int]:
-        """Return the numbers of device and host slots that copies use outside the index."""
+        """Return the numbers of lent slots on the device and on the host."""
         return len(self.lent(Tier.DEVICE)), len(self.lent(Tier.HOST))
 
     def lent(self, tier: Tier) -> Ids:
-        """Return the slots of `tier` that copies use outside the index."""
+        """Return the lent slots of `tier`, int32 [n].
+
+        Host slots of evicted blocks that a store still reads are included.
+        """
         gone = self._still_read if tier is Tier.HOST else _NO_SLOTS
         return np.concatenate([gone, *self._in_flight[tier]])
 
@@ -339,7 +347,7 @@ class Slots:
 
     @property
     def num_still_read(self) -> int:
-        """Number of host slots of evicted blocks that are not free because a store reads them."""
+        """Number of host slots that are not free yet because a store reads their evicted blocks."""
         return len(self._still_read)
 
     @property
@@ -348,15 +356,18 @@ class Slots:
         return self._num_reads - len(self._still_read)
 
     def begin_reading(self, slots: Ids) -> None:
-        """Mark host slots as read by a store until `end_reading`.
+        """Record that a store reads host slots from now on; call `end_reading` with the same slots.
 
-        Their blocks can be evicted, but the slots become free only with `end_reading`.
+        Until then the blocks in the slots can be evicted, but the slots do not become free.
         """
         self._readers()[slots] += 1
         self._num_reads += len(slots)
 
     def end_reading(self, slots: Ids) -> None:
-        """End a `begin_reading` of the slots; free the slots of blocks evicted since."""
+        """Record that a store has read host slots.
+
+        Free those whose blocks were evicted meanwhile.
+        """
         self._reads[slots] -= 1
         self._num_reads -= len(slots)
         if len(self._still_read):
@@ -366,13 +377,13 @@ class Slots:
         self._work.capacity_changed()  # slots still in the index can be evicted now
 
     def free_of(self, tier: Tier, slots: Ids) -> Ids:
-        """Return which slots of evicted blocks are free now.
+        """Return those slots of evicted blocks that are free now.
 
-        A host slot that a store still reads is freed by `end_reading` later.
+        A host slot that a store still reads is freed later, by `end_reading`.
 
         Args:
             tier: the tier of the slots.
-            slots: slots that the index has just given up, int32 [n].
+            slots: slots whose blocks were just removed from the index, int32 [n].
 
         Returns:
             The slots that are free, int32 [m], 0 <= m <= n.

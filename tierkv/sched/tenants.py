@@ -1,7 +1,7 @@
 """Tenants and further fingerprints of a service: opening, quotas, and closing.
 
-A fingerprint is the identity of KV (model, layout, adapter, tenant ...). Each open fingerprint has
-a part of the index, its space.
+A fingerprint (model, revision, layout, adapter and tenant) identifies KV. Each open fingerprint has
+its own part of the index, called a space.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ MAX_ADAPTERS = 64  # adapters of one tenant that are open at a time
 
 
 class Tenants:
-    """The open fingerprints of a node, each with a space (a part of the index) of its own.
+    """The open fingerprints of a node, each with its own part of the index (a space).
 
     Args:
-        tiers: the tiers that hold their blocks.
-        fingerprints: the open fingerprints by name of the space; the service's own under "".
-        is_in_use: returns True if requests of a space run, wait, or are being fetched.
+        tiers: the tiers of the node.
+        fingerprints: the open fingerprints by name of the space; the service's own has the name "".
+        is_in_use: returns True if requests of the space with this name run, wait, or have blocks
+            fetched for them.
         on_close: called with the name of each space that was closed.
-        max_tenants: largest number of spaces that are open at once for tenants named by requests.
-        quota: largest numbers of device and host blocks of a tenant without a quota of its own.
+        max_tenants: largest number of spaces opened by `space_of` that are open at once.
+        quota: largest numbers of device and host blocks of a tenant for which no other quota is
+            set.
         eviction: eviction policies of new spaces.
 
     Attributes:
@@ -66,10 +68,10 @@ class Tenants:
         self.closed: set[str] = set()  # spaces with blocks that may still be in storage
 
     def known_space_of(self, tenant: str) -> str | None:
-        """Return the name of a tenant's space, without opening it.
+        """Return the name of the space of a tenant without an adapter; never open it.
 
         Returns:
-            The name; None if the space is neither open, nor closed with a quota of its own.
+            The name; None if the space is closed or was never opened, and no quota was set for it.
         """
         own = self._fingerprints[DEFAULT]
         if tenant == own.tenant:
@@ -80,10 +82,12 @@ class Tenants:
     def space_of(self, tenant: str, adapter: str = "") -> str:
         """Return the name of the space for a tenant's prompts with an adapter.
 
-        The space is opened at the first use, with the tenant's current quota. If too many spaces
-        are open, the least recently used one without requests is closed and its blocks are
-        forgotten. If it has many blocks, a task forgets them, and keeps the space if a request asks
-        for it before the end.
+        Open it if necessary.
+
+        A new space has the quota that is set for its tenant. If too many spaces are open, the least
+        recently used one without requests is closed, and its blocks are removed from device and
+        host. If it has many blocks, a task removes them; the space stays open if a request asks for
+        it before the task has ended.
 
         Args:
             tenant: name of the tenant.
@@ -93,7 +97,7 @@ class Tenants:
             The name of the space; "" for the service's own.
 
         Raises:
-            OutOfBlocksError: all open spaces are in use.
+            OutOfBlocksError: too many spaces are open, and all of them are in use.
         """
         own = self._fingerprints[DEFAULT]
         if tenant == own.tenant and adapter in {"", own.adapter}:
@@ -148,17 +152,19 @@ class Tenants:
             self._close(key, space)
 
     def open(self, fingerprint: Fingerprint, quota: Quota) -> str:
-        """Open a space for `fingerprint`, beside the service's own.
+        """Open a space for `fingerprint`, in addition to the service's own.
 
         Args:
             fingerprint: the fingerprint to open.
-            quota: its largest numbers of device and host blocks, kept as with `set_quota`.
+            quota: its largest numbers of device and host blocks, None for no limit. The quota stays
+                set if the space is closed to make room for another one.
 
         Returns:
             The name of the space.
 
         Raises:
-            ConfigError: the fingerprint has another layout, or is the service's own.
+            ConfigError: the fingerprint has another layout than the service's, or is the service's
+                own.
             BadRequestError: the fingerprint is open already.
         """
         name = self._open(fingerprint, quota)
@@ -179,13 +185,13 @@ class Tenants:
         return space.name
 
     def close(self, name: str) -> int:
-        """Close a space: forget its settings and all of its blocks on device and host.
+        """Close a space: forget its quota, and remove all of its blocks from device and host.
 
-        Values in storage stay. The call does all of the work in one turn of the event loop;
-        `retire` does it in many short ones.
+        Stored values stay. The call does all of the work in one turn of the event loop; `retire`
+        does it in many short ones.
 
         Returns:
-            The number of copies that were forgotten.
+            The number of removed copies of blocks.
 
         Raises:
             BadRequestError: the space is in use or not open; nothing has changed.
@@ -199,11 +205,11 @@ class Tenants:
         """Close a space as `close` does, in many short turns of the event loop.
 
         Returns:
-            The number of copies that were forgotten.
+            The number of removed copies of blocks.
 
         Raises:
-            BadRequestError: the space is not open, or is in use; or it came into use during the
-                call, and stays open with fewer blocks.
+            BadRequestError: the space is not open or is in use. If it came into use during the
+                call, it stays open and has fewer blocks.
         """
         root = self._check_unused(name)
         before = sum(root.space.used)
@@ -266,19 +272,19 @@ class Tenants:
         return wrong
 
     def quota_of(self, name: str) -> Quota:
-        """Return the numbers of device and host blocks that a space may have; None for no limit.
+        """Return the largest numbers of device and host blocks of a space; None for no limit.
 
-        A closed space still has the quota that was set for it.
+        The call also works for a closed space for which a quota was set.
         """
         kept = self._set_quotas.get(name)
         return self._index.spaces.root_named(name).space.quota if kept is None else kept
 
     def set_quota(self, name: str, quota: Quota) -> None:
-        """Set the numbers of device and host blocks that a space may have.
+        """Set the largest numbers of device and host blocks of a space.
 
-        Blocks beyond the quota are evicted, in a task if they are many; blocks in use are evicted
-        later, when the space needs room. The quota stays set if the space is closed to make room
-        for another tenant and opened again.
+        Unused blocks beyond the quota are evicted, in a task if they are many. Blocks in use are
+        evicted later, when the space needs room. The quota stays set if the space is closed to make
+        room for another tenant and opened again.
 
         Args:
             name: name of the space.
@@ -296,7 +302,10 @@ class Tenants:
         self._tiers.work.capacity_changed()
 
     def _shrink(self, space: Space) -> bool:
-        """Evict blocks beyond the quota, at most _AT_ONCE; return whether more follow."""
+        """Evict at most _AT_ONCE blocks beyond the quota per tier.
+
+        Return whether more can be evicted.
+        """
         have_more = [self._tiers.eviction.shrink_to_quota(tier, space) for tier in Tier]
         return any(have_more)
 

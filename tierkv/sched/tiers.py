@@ -1,6 +1,6 @@
-"""The device, host and storage tiers of one node: slots, eviction, copies, tasks and pins.
+"""The device, host and storage tiers of one node, and pins of cached blocks.
 
-A pin protects a prompt's cached blocks for some time without a request.
+A pin protects a prompt's cached blocks from eviction for some time, without a request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Pins:
 
     Args:
         index: the index of the blocks.
-        on_change: called when a pin has ended, since its blocks can be evicted now.
+        on_change: called when a pin has ended, because its blocks may be evicted from then on.
     """
 
     def __init__(self, index: Index, on_change: Callable[[], None]) -> None:
@@ -53,7 +53,7 @@ class Pins:
 
     @property
     def soft_ends(self) -> list[TreeNode]:
-        """The index node that ends the pinned blocks, for each soft pin."""
+        """For each soft pin, the last node (in the index) of the pinned blocks."""
         return [pin.node for pin in self._pins.values() if pin.node is not None]
 
     def findings(self) -> list[str]:
@@ -123,17 +123,17 @@ class Pins:
 
 
 class Tiers:
-    """The tiers of one node, and everything that moves blocks between them.
+    """The tiers of one node, and the objects that move blocks between them.
 
     Args:
         index: the index of all blocks.
         device_pool: the free device slots.
         host_pool: the free host slots.
         mover: copies between device and host.
-        storage: the storage tier; None for none.
+        storage: reads and writes of the storage tier; None without storage.
         host_rule: the rule for copying device blocks to the host.
         storage_rule: the rule for storing host blocks.
-        background_copy_bytes: upper limit of bytes in flight of copies made by these rules.
+        background_copy_bytes: upper limit of bytes in flight of the copies that these rules start.
         block_bytes: bytes of one block.
     """
 
@@ -173,7 +173,7 @@ class Tiers:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the copies during the body; at the end, wait until all have ended."""
+        """Run copies during the body; at its end, wait until all copies have ended."""
         async with self.work.running(self.slots.num_lent):
             yield
 

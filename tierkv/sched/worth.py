@@ -1,9 +1,11 @@
 """The choice between fetching from storage and computing, and the measured speeds of both.
 
-A request waits for storage only if computing the missing tokens is estimated to take longer than
-fetching them. The wait ends after min(compute, 2 × fetch) but not before the estimated fetch time;
-a small slack is added. The speed of a tier is two moving averages: seconds of a round trip, and
-bytes a second. Failures of a store are handled by its circuit breaker (`storage/guard.py`).
+A request waits for storage if fetching its missing tokens is estimated to be faster than computing
+them, or slower by at most PREFERENCE_S. The wait ends after twice the estimated fetch time or after
+the computing time, whichever is shorter, but never before the estimated fetch time; 10 % of the
+computing time and 30 ms are added. The speed of storage is kept as two moving averages: the seconds
+of a round trip, and bytes a second. Failures of a store are handled by its circuit breaker
+(`storage/guard.py`).
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class FetchPolicy(Enum):
     """The rule for how long a request waits for storage.
 
     BEST_EFFORT waits only while fetching is estimated to be faster than computing. WAIT_COMPLETE
-    waits as long as blocks arrive within the deadline of each other. DEADLINE waits until the
-    deadline.
+    waits for all blocks, as long as each arrival follows the one before within `fetch_deadline_s`.
+    DEADLINE waits for all blocks, but at most `fetch_deadline_s` in total.
     """
 
     BEST_EFFORT = "best_effort"
@@ -61,16 +63,16 @@ class FetchPolicy(Enum):
 
 @dataclass(slots=True)
 class Regret:
-    """A balance of seconds that requests may still lose by waiting for blocks of other requests.
+    """The seconds that requests may still lose by waiting for blocks that other requests compute.
 
-    A wait is lost if the other request does not deliver the blocks in time. The balance is the
-    seconds that waits have saved, minus the seconds of lost waits, plus SHARE of the computing time
-    of all requests.
+    A wait is lost if the other request does not compute the blocks in time. The balance grows by
+    SHARE of each new request's computing time and by the seconds that waits have saved. It shrinks
+    by the seconds of lost waits.
 
     Attributes:
         seconds: the balance.
-        usual_s: seconds that computing one of the larger recent requests took.
-        largest_s: seconds that computing the largest request so far took.
+        usual_s: computing time of the larger ones among the recent requests, in seconds.
+        largest_s: computing time of the largest request so far, in seconds.
     """
 
     seconds: float = 0.0
@@ -78,7 +80,10 @@ class Regret:
     largest_s: float = 0.0
 
     def allow(self, compute_s: float) -> None:
-        """Raise the balance for a new request, which computes for `compute_s` seconds."""
+        """Raise the balance for a new request that needs `compute_s` seconds to compute.
+
+        A request that is larger than every earlier one also adds MAX_WASTED times the difference.
+        """
         if 0 < compute_s < float("inf"):
             self.usual_s = max(compute_s, self.usual_s * _FADING)
             grown = max(compute_s - self.largest_s, 0.0)
@@ -86,9 +91,9 @@ class Regret:
             self.add(SHARE * compute_s + MAX_WASTED * grown)
 
     def add(self, seconds: float) -> None:
-        """Add saved seconds (or lost ones, below 0) to the balance.
+        """Add saved seconds to the balance; lost seconds are negative.
 
-        The balance stays between ±MAX_WASTED times `usual_s`.
+        The balance stays between -MAX_WASTED and +MAX_WASTED times `usual_s`.
         """
         most = MAX_WASTED * self.usual_s
         self.seconds = max(-most, min(self.seconds + seconds, most))
@@ -96,9 +101,15 @@ class Regret:
 
 @dataclass(slots=True)
 class Line:
-    """A least-squares line through measured times of work: seconds = fixed + per_unit x units.
+    """A least-squares line through measured times: seconds = fixed part + slope × units of work.
 
-    Each new sample multiplies the weight of all earlier ones by `decay`.
+    Attributes:
+        decay: factor by which each new sample multiplies the weight of all earlier ones.
+        weight: sum of the samples' weights; 0 without a sample.
+        x: weighted sum of units.
+        y: weighted sum of seconds.
+        xx: weighted sum of units².
+        xy: weighted sum of units × seconds.
     """
 
     decay: float = 0.9
@@ -110,13 +121,13 @@ class Line:
     is_of_one_size: bool = False  # all samples have the same units
 
     def add(self, units: float, seconds: float) -> None:
-        """Add a measured time.
+        """Add the measured time of some work.
 
-        If it is more than twice or less than half of the expected time, all earlier samples are
-        discarded: the measured thing has changed.
+        A time of more than twice or less than half of the expected one discards all earlier
+        samples, because the speed has changed.
 
         Args:
-            units: size of the work, at least 0.
+            units: amount of work, at least 0.
             seconds: time that the work took.
         """
         least = most = self.seconds(units)
@@ -141,7 +152,7 @@ class Line:
         return self.weight > 0
 
     def seconds(self, units: float) -> float:
-        """Return the estimated seconds of work of size `units`; 0 while there is no sample."""
+        """Return the estimated seconds for `units` units of work; 0 while there is no sample."""
         if not self.weight:
             return 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
@@ -156,11 +167,11 @@ class Line:
         return fixed + slope * units if fixed > 0 else units * mean_y / mean_x
 
     def at_least(self, units: float) -> float:
-        """Return a lower bound of the seconds of work of size `units`.
+        """Return a lower bound of the seconds for `units` units of work.
 
-        If all samples had the same size, the fixed part of their time is unknown. The bound is then
-        the lesser of two estimates: all of the time is fixed, or none of it. With samples of
-        several sizes the bound is `seconds(units)`.
+        With samples of several sizes, the bound is `seconds(units)`. If all samples had the same
+        size, the fixed part of their time is unknown, and the bound is the smaller of two
+        estimates: all of their time is fixed, or none of it.
         """
         expected = self.seconds(units)
         is_open = self.is_known and self.is_of_one_size
@@ -170,15 +181,15 @@ class Line:
 class PrefillSpeed:
     """Estimate of the seconds that the engine needs to compute a number of prompt tokens.
 
-    The estimate is fitted to the engine's own reports (`note`) if there are any, otherwise to
-    observed times from a request's admission to the commit of its last block (`observe`).
+    The estimate uses the times that the engine reports (`note`). Before the first report it uses
+    the times from a request's admission to the commit of its last block (`observe`).
 
     Attributes:
         is_reported: True once the engine has reported a time itself.
         num_samples: number of samples so far.
-        max_tokens: largest number of tokens among the samples in use.
-        sample: range of the number of tokens that the request chosen by `sample_tokens` is expected
-            to compute; empty if no such request runs.
+        max_tokens: number of tokens of the largest sample in use.
+        sample: range that contains the number of tokens which the request chosen by `sample_tokens`
+            computes; empty if no such request runs.
     """
 
     def __init__(self) -> None:
@@ -208,10 +219,9 @@ class PrefillSpeed:
     def at_least(self, tokens: int) -> float:
         """Return a lower bound of the seconds to compute `tokens` tokens of a prompt.
 
-        Below _REACH / 2 times the largest sample, the bound is that of the fitted line. Above, it
-        is half of the line's value, since a sample may be the last tokens of a prompt, which take
-        up to twice as long as the first ones; and it stops growing at _REACH times the largest
-        sample.
+        Below twice `max_tokens`, the bound is that of the fitted line. Above, it is half of the
+        line's value: the samples may be the last tokens of prompts, which take up to twice as long
+        as the first ones. The bound stops growing at four times `max_tokens`.
         """
         known = self.max_tokens
         seconds = self._line.at_least(min(tokens, _REACH * known))
@@ -219,23 +229,23 @@ class PrefillSpeed:
 
     @property
     def seconds_of_one_more(self) -> float:
-        """Mean seconds that one more token adds to the computing time of a prompt."""
+        """Seconds that one more token adds to a prompt's computing time, as a mean of 1,024."""
         return max(self.seconds(2 * _MANY_TOKENS) - self.seconds(_MANY_TOKENS), 0.0) / _MANY_TOKENS
 
     def sample_tokens(self, tokens: int, fetch_s: float) -> int:
-        """Return how many stored tokens to compute instead of fetching, as a speed measurement.
+        """Return the number of stored tokens that a request computes to measure the engine's speed.
 
         The number is 0 for most requests. Without samples, a node that finds every prompt in
-        storage would not learn its engine's speed. The first samples are a few tokens each. A
-        larger one is chosen only if the choice between fetching and computing depends on it:
-        `fetch_s` lies between the lower bound and the estimate of the computing time.
+        storage would never learn the engine's speed. The first samples are a few tokens each. Later
+        ones are larger, and are chosen only while the choice between fetching and computing is
+        uncertain: `fetch_s` lies between the lower bound and the estimate of the computing time.
 
         Args:
-            tokens: number of tokens that are missing here and that storage has.
+            tokens: number of tokens that storage has and that are on neither device nor host.
             fetch_s: estimated seconds to fetch these tokens.
 
         Returns:
-            The number of tokens at the end of the prompt that the request should compute: 0 to
+            The number of tokens at the end of the prompt to compute instead of fetching: 0 to
                 `tokens`.
         """
         if self._num_chosen >= _MAX_SAMPLES:
@@ -252,7 +262,7 @@ class PrefillSpeed:
     def note(self, tokens: int, seconds: float) -> None:
         """Record a prefill time that the engine reports.
 
-        From the first report on, times given to `observe` are ignored.
+        The first report discards all times given to `observe`; later calls of `observe` do nothing.
 
         Args:
             tokens: number of computed tokens.
@@ -264,11 +274,11 @@ class PrefillSpeed:
         self._add(tokens, seconds)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Record the time between a request's admission and its commit as a prefill time.
+        """Record the time from a request's admission to its last commit as a prefill time.
 
         Args:
             tokens: number of computed tokens.
-            seconds: that time, delays in the engine included.
+            seconds: that time; it includes the request's delays in the engine.
         """
         if not self.is_reported:
             self._observed.append((tokens, seconds))
@@ -287,18 +297,18 @@ class PrefillSpeed:
 
 @dataclass(slots=True)
 class TierSpeed:
-    """Speed of one tier as two moving averages, and counts of running fetches.
+    """Measured speed of storage, as two moving averages, and counts of running fetches.
 
     Attributes:
-        round_trip_s: seconds until a lookup is answered; 0 while unknown.
-        found_share: share of recent lookups that found something, 0 to 1.
-        num_tries: number of running fetches that measure the tier while its speed is unknown or was
-            low.
+        round_trip_s: mean seconds from a lookup to its answer; 0 while unknown.
+        found_share: share of recent lookups that found at least one block, 0 to 1.
+        num_tries: number of running fetches that measure storage because its speed is unknown or
+            was estimated to be too low.
         num_late: number of running fetches whose request has stopped waiting.
         queued_bytes: bytes of all running fetches.
         arrived_bytes: bytes that have arrived since the start of the node.
-        try_at: earliest time of the next measurement of a slow tier, in seconds of the loop's
-            clock.
+        try_at: earliest time of the next fetch that measures storage although computing is
+            estimated to be faster, in seconds of the loop's clock.
     """
 
     round_trip_s: float = 0.0
@@ -313,18 +323,19 @@ class TierSpeed:
 
     @property
     def is_known(self) -> bool:
-        """True if the tier's throughput, in bytes per second, was measured."""
+        """True if the throughput of storage (bytes per second) was measured."""
         return self._seconds > 0
 
     def forget(self) -> None:
-        """Discard all measurements, since the tier was replaced or is available again."""
+        """Discard all measurements, because the store was replaced or is available again."""
         self.round_trip_s = self._bytes = self._seconds = 0.0
         self.found_share, self.try_at = 1.0, -math.inf
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Return the expected seconds until `num_bytes` have arrived after all queued bytes.
+        """Return the estimated seconds until `num_bytes` have arrived after all queued bytes.
 
-        While the tier's bytes a second are unknown, the result is the round trip alone.
+        While the throughput is unknown, the result is the round trip alone. If no byte arrived in
+        any measured transfer, it is infinite.
         """
         if not self._seconds:
             return self.round_trip_s
@@ -333,11 +344,13 @@ class TierSpeed:
         return self.round_trip_s + (num_bytes + self.queued_bytes) * self._seconds / self._bytes
 
     def note_answer(self, seconds: float, *, has_found: bool | None = None) -> None:
-        """Record the time in which the store answered a lookup.
+        """Record how long the store took to answer a lookup.
 
         Args:
-            seconds: time until the answer. A time below half of the average replaces the average.
-            has_found: True if the store had any of the blocks; None leaves `found_share` unchanged.
+            seconds: time from the lookup to its answer. A time below half of the average replaces
+                the average.
+            has_found: True if the store had at least one of the blocks; None leaves `found_share`
+                unchanged.
         """
         if not self.round_trip_s or seconds < self.round_trip_s / _SURPRISE - _TICK_S:
             self.round_trip_s = max(seconds, 1e-6)
@@ -347,14 +360,14 @@ class TierSpeed:
             self.found_share += _FOUND_SHARE * (has_found - self.found_share)
 
     def note_silence(self, seconds: float) -> None:
-        """Record that a lookup was not answered within `seconds`.
+        """Record that a lookup had no answer within `seconds`.
 
-        The estimate of a round trip becomes at least twice that time.
+        `round_trip_s` becomes at least twice that time.
         """
         self.round_trip_s = max(self.round_trip_s, 2 * seconds)
 
     def note_transfer(self, num_bytes: float, seconds: float) -> None:
-        """Record the time of a transfer. Large transfers count more than small ones.
+        """Record the time of a transfer; large transfers weigh more than small ones.
 
         A time of more than twice or less than half of the expected one discards all earlier
         transfers.
@@ -373,14 +386,14 @@ class TierSpeed:
         self._seconds = self._seconds * _DECAY + moving_s
 
     def begin(self, num_bytes: float, now: float) -> Transfer:
-        """Queue a transfer; later transfers are estimated to wait until its bytes have arrived.
+        """Count the bytes of a new transfer as queued: estimates of later transfers include them.
 
         Args:
             num_bytes: bytes of the transfer.
             now: seconds on the loop's clock.
 
         Returns:
-            The transfer, for `arrived` and `end`.
+            The transfer; pass it to `arrived` and `end`.
         """
         transfer = Transfer(num_bytes, now, self.queued_bytes, self.arrived_bytes)
         self.queued_bytes += num_bytes
@@ -391,18 +404,18 @@ class TierSpeed:
 
         Args:
             transfer: the transfer, from `begin`.
-            num_bytes: bytes of it that have arrived since its start.
+            num_bytes: number of its bytes that have arrived since its start.
         """
         self.arrived_bytes += num_bytes - transfer.arrived_bytes
         transfer.arrived_bytes = num_bytes
 
     def end(self, transfer: Transfer, now: float, *, is_late: bool) -> None:
-        """End a transfer; its speed counts as a measurement if it is complete or took too long.
+        """End a transfer; a complete or late transfer counts as a measurement of the speed.
 
         Args:
             transfer: the transfer; no more of its bytes will arrive.
             now: seconds on the loop's clock.
-            is_late: True if the transfer ended because it took too long.
+            is_late: True if the transfer was ended because it took too long.
         """
         self.queued_bytes -= transfer.num_bytes
         if transfer.arrived_bytes >= transfer.num_bytes or is_late:
@@ -414,12 +427,12 @@ class TierSpeed:
 
 @dataclass(slots=True)
 class Transfer:
-    """One running fetch, with the byte counts for measuring the tier's speed.
+    """One running fetch, with the byte counts that measure the speed of storage.
 
     Attributes:
         num_bytes: bytes to transfer.
         began: start, in seconds of the loop's clock.
-        queued_before: bytes of other transfers that were queued when this one began.
+        queued_before: bytes of the transfers that were running when this one began.
         arrived_before: bytes of all transfers that had arrived when this one began.
         arrived_bytes: bytes of this transfer that have arrived.
     """
@@ -431,7 +444,10 @@ class Transfer:
     arrived_bytes: float = 0.0
 
     def remaining_s(self, now: float) -> float:
-        """Return the remaining seconds until all bytes have arrived, at the average speed."""
+        """Return the estimated seconds until all missing bytes have arrived.
+
+        The estimate assumes the average speed of the transfer so far.
+        """
         took_s = now - self.began
         return took_s * (self.num_bytes / max(self.arrived_bytes, 1.0) - 1.0)
 
@@ -445,8 +461,9 @@ class Decision:
         fetch_s: estimated seconds to fetch the tokens.
         compute_s: estimated seconds to compute the tokens.
         reason: the reason in words, for explanations and logs.
-        is_asked: False if storage is not asked at all.
-        is_try: True if the fetch measures a tier whose speed is unknown or estimated to be low.
+        is_asked: False if storage must not be asked for the tokens at all.
+        is_try: True if the fetch is made to measure storage, whose speed is unknown or was
+            estimated to be too low.
     """
 
     wait_s: float
@@ -459,10 +476,10 @@ class Decision:
 
 @dataclass(slots=True)
 class Estimator:
-    """One node's rule for fetching or computing, and the speeds that it compares.
+    """One node's rule for fetching or computing, with the speeds that the rule compares.
 
     Attributes:
-        bytes_per_token: KV bytes of a token.
+        bytes_per_token: KV bytes of one token.
         prefill: speed of the engine.
         tier: speed of storage.
     """
@@ -479,9 +496,9 @@ class Estimator:
         return [f"no fetch runs, but {queued:.0f} bytes are counted as queued"]
 
     def compute_s(self, tokens: int) -> float:
-        """Return the estimated seconds to compute `tokens` tokens.
+        """Return the estimated seconds to compute `tokens` tokens of a prompt.
 
-        While no speed is known: 4,000 tokens a second, and at least 0.1 s.
+        Before the first measurement, the estimate is 4,000 tokens a second, but at least 0.1 s.
         """
         if not self.prefill.is_known:
             return max(tokens / _UNKNOWN_TOKENS_PER_S, _UNKNOWN_S)
@@ -490,16 +507,20 @@ class Estimator:
     def judge(
         self, tokens: int, now: float, *, is_answered: bool = False, is_claim: bool = False
     ) -> Decision:
-        """Decide whether, and for how long, a request waits for storage.
+        """Decide whether a request waits for storage, and for how long.
 
-        If the decision is to fetch in order to measure a slow tier again, the call has also set the
-        earliest time of the next such fetch.
+        If the decision is to measure a slow storage again, the next such decision is possible only
+        after TRY_EVERY_S.
 
         Args:
             tokens: number of the prompt's tokens that are on neither device nor host.
             now: seconds on the loop's clock.
             is_answered: True if storage has already confirmed that it has these tokens.
-            is_claim: True for a decode node's request, whose tokens a prefill node has computed.
+            is_claim: True for the request of a decode node, whose tokens a prefill node has
+                computed.
+
+        Returns:
+            The decision, with its reason.
         """
         tier, compute_s = self.tier, self.compute_s(tokens)
         if is_claim and not self.prefill.is_known:
