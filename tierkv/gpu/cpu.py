@@ -231,17 +231,14 @@ class CpuLane:
         return events
 
     def _is_one_call(self, copy: BlockCopy) -> bool:
-        """Return whether a copy is done in one call, so that all of its layers arrive together.
-
-        Planes or slots that do not fit the layout are copied layer by layer, since the error then
-        names the layer that does not fit.
-        """
+        """Return whether to copy all layers in one call; they then arrive at the same time."""
         if not self._may_call or len(copy) * self._planes.layout.block_bytes > _ONE_CALL_BYTES:
             return False
         try:
             arrays, host = self._planes.arrays, self._host.array
         except LayoutError:  # closed
             return False
+        # Memory of a wrong shape is copied layer by layer: the error then names the layer.
         is_whole = host.shape[1] == self._planes.layout.block_bytes
         return is_whole and [one.shape for one in arrays] == self._shapes
 

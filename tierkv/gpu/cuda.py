@@ -1,6 +1,7 @@
-"""GPUs, streams, events and kernels of CUDA, through CuPy; its errors become TierKVErrors.
+"""GPUs, streams, events and kernels of CUDA, through CuPy, whose errors become TierKVErrors.
 
-Only this module and cuda_memory.py use CuPy, which has no types; all that they return is typed.
+Only this module and `cuda_memory` use CuPy. Its functions have no types; the functions of these two
+modules do.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Gpu:
     """One GPU and its primary context.
 
     Attributes:
-        failure: reason why this process can no longer use the GPU; None while the GPU works.
+        failure: the reason why this process can no longer use the GPU; None while the GPU works.
 
     Raises:
         ConfigError: there is no such GPU.
@@ -69,30 +70,31 @@ class Gpu:
         self.pci_bus_id = str(runtime.deviceGetPCIBusId(index)).lower()
 
     def bound(self) -> Bound:
-        """Return a context in which this GPU is bound: the current GPU of the calling thread.
+        """Return a context in which this GPU is bound: it is the calling thread's current GPU.
 
-        Errors of CUDA in the context become TransferError, or DeviceFailedError if the GPU is lost.
+        In the context, errors of CUDA become TransferError, or DeviceFailedError if this process
+        can no longer use the GPU.
         """
         return Bound(self, closes=False)
 
     def bound_to_close(self) -> Bound:
-        """Return a context as `bound` does, but one that ignores errors of a lost GPU."""
+        """Return a context like that of `bound`, which also ignores errors of a lost GPU."""
         return Bound(self, closes=True)
 
     def give_thread_a_context(self) -> None:
-        """Give a new thread the context of this GPU.
+        """Make this GPU the current one of a thread that has not used CUDA yet.
 
-        Without it the thread's first call to the runtime makes a context on GPU 0.
+        Otherwise the thread's first CUDA call would make a context on GPU 0.
         """
         if not _thread.has_context:
             runtime.setDevice(self.index)
             _thread.has_context = True
 
     def translated(self, error: CudaError) -> TransferError:
-        """Return the TransferError for a CUDA error.
+        """Return the TransferError for an error of CUDA.
 
-        If the error is one after which the GPU no longer works for this process, the GPU is marked
-        as lost.
+        After some errors this process can no longer use the GPU: then `failure` is set, and the
+        result is a DeviceFailedError.
         """
         status: int = error.status
         if self.failure is None and status not in _STICKY:
@@ -105,7 +107,7 @@ class Gpu:
         return DeviceFailedError(self.failure)
 
     def memory_info(self) -> tuple[int, int]:
-        """Return the free and the total bytes of the GPU's memory."""
+        """Return the free bytes and all bytes of the GPU's memory."""
         with self.bound():
             free, total = runtime.memGetInfo()
         return int(free), int(total)
@@ -118,7 +120,7 @@ class Gpu:
 class Bound:
     """The context that `Gpu.bound` returns.
 
-    It is a class, since a generator took 14 us longer before the first byte of every copy.
+    A class instead of a generator, which would delay every copy by 14 us.
     """
 
     __slots__ = ("_before", "_closes", "_gpu")
@@ -170,13 +172,15 @@ def gpu_uuid(index: int) -> str:
 
 
 def is_reachable(gpu: Gpu, uuid: str) -> bool:
-    """Return whether kernels on `gpu` can read the memory of the GPU with a UUID.
-
-    True if it is the same GPU, or one that is visible to this process and a peer of `gpu`.
+    """Return whether kernels on `gpu` can read the memory of another GPU.
 
     Args:
         gpu: the GPU that reads.
-        uuid: UUID of the GPU to read, 32 hex digits.
+        uuid: UUID of the GPU with the memory, 32 hex digits; it may be that of `gpu`.
+
+    Returns:
+        True if both are the same GPU, or if this process sees the other GPU and it is a CUDA peer
+            of `gpu`.
     """
     if gpu_uuid(gpu.index) == uuid:
         return True
@@ -188,7 +192,7 @@ def num_gpus() -> int:
     """Return the number of GPUs that this process sees.
 
     Raises:
-        ConfigError: CUDA cannot be used at all.
+        ConfigError: this process cannot use CUDA at all.
     """
     try:
         return int(runtime.getDeviceCount())
@@ -197,16 +201,16 @@ def num_gpus() -> int:
 
 
 def versions() -> tuple[int, int]:
-    """Return the CUDA versions of the driver and of the runtime, as 1000 * major + 10 * minor."""
+    """Return the CUDA versions of driver and runtime, each as 1000 * major + 10 * minor."""
     return int(runtime.driverGetVersion()), int(runtime.runtimeGetVersion())
 
 
 class PendingEvent:
-    """An event of a copy that the lane's thread has not submitted yet.
+    """The event of a copy that the lane's thread may not have submitted yet.
 
     Args:
-        progress: notified by the lane's thread when it has recorded or failed events; shared by all
-            events of a lane.
+        progress: all events of a lane share this condition, which the lane's thread notifies after
+            `submitted` and `failed`.
         line: see `Event`.
         position: see `Event`.
     """
@@ -221,9 +225,9 @@ class PendingEvent:
         self.position = position
 
     def submitted(self, event: Event) -> None:
-        """Set the CUDA event that was recorded after the copy.
+        """Set the CUDA event of the copy's end.
 
-        The lane's thread calls either this or `failed`, once, while it holds the lock of
+        The lane's thread calls either this method or `failed`, once, while it has the lock of
         `progress`.
         """
         self._event = event
@@ -244,8 +248,8 @@ class PendingEvent:
         """Block until the copy is submitted, and return its CUDA event.
 
         Raises:
-            GateTimeoutError: the copy was not submitted in time.
-            TransferError: the copy failed before.
+            GateTimeoutError: the copy was not submitted within `timeout_s` seconds.
+            TransferError: the copy could not be submitted.
         """
         if self._event is None:
             with self._progress:
@@ -270,7 +274,7 @@ Raw = Any  # a stream, event or module of CuPy
 
 
 class CudaEvent:
-    """A point in a CUDA stream; see `Event`."""
+    """A point in a CUDA stream; the protocol `Event` describes the methods."""
 
     __slots__ = ("_gpu", "_is_done", "line", "position", "raw")
 
@@ -306,10 +310,11 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A stream of one GPU. Thread-safe, also for threads with another current GPU.
+    """A stream of one GPU. Thread-safe; the calling thread's current GPU may be another one.
 
     Attributes:
         raw: CuPy's stream.
+        address: the cudaStream_t.
     """
 
     def __init__(self, gpu: Gpu, raw: Raw) -> None:
@@ -325,20 +330,28 @@ class CudaStream:
             return self.record_bound()
 
     def record_bound(self) -> CudaEvent:
-        """Record an event as `record` does; the GPU must be bound (see `Gpu.bound`)."""
+        """Record an event as `record` does.
+
+        The caller must have bound the GPU (see `Gpu.bound`).
+        """
         event = cupy.cuda.Event(block=False, disable_timing=True)
         event.record(self.raw)
         self._num_events += 1
         return CudaEvent(self._gpu, event, self._line, self._num_events)
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """Let work that is submitted after this call start only when `event` is done.
+        """Let work that is submitted to this stream after the call start only when `event` is done.
 
-        The call blocks while the event's copy is not submitted, and for events of other devices.
+        The call blocks until the copy of `event` is submitted. For an event of another kind of
+        device, the call blocks until the event is done.
 
         Args:
             event: the event to wait for.
-            timeout_s: seconds for which the call may block.
+            timeout_s: largest time for which the call blocks, in seconds.
+
+        Raises:
+            GateTimeoutError: the time was over before the call could return.
+            TransferError: the work of `event` has failed.
         """
         deadline = time.monotonic() + timeout_s
         if isinstance(event, PendingEvent):
@@ -350,7 +363,10 @@ class CudaStream:
             event.block_until_done(max(deadline - time.monotonic(), 0.0))
 
     def wait_bound(self, event: CudaEvent) -> None:
-        """Wait for a CUDA event as `wait` does; the GPU must be bound (see `Gpu.bound`)."""
+        """Wait for a CUDA event as `wait` does.
+
+        The caller must have bound the GPU (see `Gpu.bound`).
+        """
         if event is not self._waited_for:  # layers of one unit have the same event
             self.raw.wait_event(event.raw)
             self._waited_for = event
@@ -361,7 +377,7 @@ class CudaStream:
 
 
 def new_stream(gpu: Gpu, *, is_urgent: bool) -> CudaStream:
-    """Return a new stream, which does not wait for the legacy default stream.
+    """Return a new stream that does not wait for the legacy default stream.
 
     Args:
         gpu: the GPU.
@@ -372,7 +388,7 @@ def new_stream(gpu: Gpu, *, is_urgent: bool) -> CudaStream:
 
 
 def adopted_stream(gpu: Gpu, address: int) -> CudaStream:
-    """Return a stream over a CUDA stream that its owner keeps alive.
+    """Wrap a CUDA stream that another object owns and must keep until this stream is unused.
 
     Args:
         gpu: the GPU of the stream.
@@ -383,7 +399,7 @@ def adopted_stream(gpu: Gpu, address: int) -> CudaStream:
 
 
 class _Foreign:
-    """A stream as CUDA's stream protocol shows it to CuPy."""
+    """A CUDA stream in the form in which CuPy accepts streams of other libraries."""
 
     def __init__(self, address: int) -> None:
         self._address = address
@@ -407,10 +423,11 @@ def _module() -> Raw:
 
 
 class Argument:
-    """The argument of a kernel: a struct, passed by value.
+    """The argument of a kernel: a struct that is passed by value.
 
     Attributes:
-        values: the struct; it may be changed between launches.
+        values: the struct; it may be changed after each launch.
+        address: address of the array of argument pointers that a launch needs.
     """
 
     def __init__(self, struct: npt.NDArray[np.void]) -> None:
@@ -421,7 +438,10 @@ class Argument:
 
 
 class Kernel:
-    """One kernel of csrc/planes.cu on one GPU; its only argument is a struct, passed by value."""
+    """A kernel of csrc/planes.cu on one GPU.
+
+    Its only argument is a struct that is passed by value.
+    """
 
     def __init__(self, gpu: Gpu, name: str) -> None:
         with gpu.bound():
@@ -431,13 +451,13 @@ class Kernel:
     def launch(
         self, argument: Argument, *, num_ctas: int, num_threads: int, stream: CudaStream
     ) -> None:
-        """Launch the kernel. The GPU must be bound (see `Gpu.bound`).
+        """Launch the kernel. The caller must have bound the GPU (see `Gpu.bound`).
 
         Args:
-            argument: the struct, which may be changed as soon as this returns.
+            argument: the kernel's argument, which may be changed as soon as this call returns.
             num_ctas: number of thread blocks.
-            num_threads: threads of each thread block.
-            stream: the stream that orders the kernel.
+            num_threads: number of threads of each thread block.
+            stream: the stream to which the kernel is submitted.
         """
         cupy_driver.launchKernel(
             self._function.ptr,

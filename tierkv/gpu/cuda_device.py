@@ -1,6 +1,6 @@
-"""A GPU as a device: lanes between planes and pinned slots, and copies within the device.
+"""A GPU as a device: lanes between planes and pinned slots, and copies within the GPU.
 
-Planes of other processes are read by CUDA IPC.
+Planes of other processes are read through CUDA IPC.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _NUM_CTAS = 64
 
 
 class CudaSharing:
-    """The exchange of planes with other processes by CUDA IPC; see `Sharing`.
+    """The sharing of planes between processes through CUDA IPC; see the protocol `Sharing`.
 
         their planes --gather--> rows of staging --scatter--> our planes
 
     The staging memory is on this process's GPU. If the other process uses another GPU, the gather
-    kernel reads that GPU over NVLink or PCIe.
+    kernel reads that GPU's memory over NVLink or PCIe.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -95,7 +95,7 @@ class CudaSharing:
 
 
 class CudaPeer:
-    """The opened planes of another process, `theirs`, which `close` unmaps; see `PeerPlanes`."""
+    """Planes of another process (`theirs`), opened until `close`; see the protocol `PeerPlanes`."""
 
     def __init__(self, gpu: Gpu, own: CudaPlanes, theirs: CudaPlanes) -> None:
         self._gpu = gpu
@@ -135,7 +135,7 @@ class CudaPeer:
 
 
 def _unit(layout: Layout, start: int, stop: int) -> Unit:
-    """Return the unit with all layers of blocks [start, stop) of a copy."""
+    """Return the unit that consists of all layers of blocks [start, stop) of a copy."""
     return Unit(range(layout.num_layers), 0, layout.block_bytes, start, stop)
 
 
@@ -157,14 +157,14 @@ _DEFAULT_QUEUES, _MAX_QUEUES = 8, 32  # CUDA's
 
 
 class CudaDevice:
-    """One GPU of this process; see `Device`.
+    """One GPU of this process; the protocol `Device` describes the methods.
 
     Args:
         index: number of the GPU among those that this process sees.
-        compute_stream: the cudaStream_t of the engine's kernels; 0 is the legacy default stream,
-            which is also CuPy's unless set otherwise.
+        compute_stream: the cudaStream_t of the engine's kernels; 0 for the legacy default stream.
         lanes: sizes of lanes; None for the defaults.
-        before_copy: called before every copy of a lane; tests delay or break copies with it.
+        before_copy: called before every copy of a lane; tests delay copies with it, or let them
+            fail. None for no call.
 
     Raises:
         ConfigError: there is no such GPU.
@@ -204,7 +204,10 @@ class CudaDevice:
 
     @property
     def status(self) -> str:
-        """The name of the GPU and the progress of pinning its host slots, or its failure."""
+        """One line of text: the GPU's name and how much host memory is pinned.
+
+        Or the GPU's failure.
+        """
         if self.gpu.failure is not None:
             return self.gpu.failure
         host = self._host
@@ -225,11 +228,17 @@ class CudaDevice:
         return allocated_planes(self.gpu, layout, num_blocks)
 
     def adopt_planes(self, layout: Layout, tensors: Sequence[object]) -> CudaPlanes:
-        """Return planes over an engine's KV tensors, without a copy; see `adopted_planes`.
+        """Use an engine's KV tensors as planes, without a copy.
+
+        `adopted_planes` says what is possible.
 
         Args:
-            layout: the planes' layout.
-            tensors: one for each plane of the layout; the first dimension is the block.
+            layout: layout of a block.
+            tensors: one tensor for each plane of the layout; the first dimension is the block.
+
+        Raises:
+            LayoutError: a tensor does not fit the layout, or is on another GPU.
+            ConfigError: CuPy cannot use a tensor.
         """
         return adopted_planes(self.gpu, layout, tensors)
 
@@ -242,10 +251,19 @@ class CudaDevice:
         return self._host
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
-        """Open a lane for copies in one direction: loads layer by layer, offloads block by block.
+        """Open a lane that loads layer by layer, or offloads block by block.
 
-        Host slots that are not pinned, such as slots shared between processes, are pinned in the
-        background while a lane uses them. A copy waits for the slots that it needs.
+        Host slots that are not pinned yet, such as slots that several processes share, are pinned
+        in the background while a lane uses them. A copy waits until its own slots are pinned.
+
+        Args:
+            direction: LOAD copies slots to blocks, OFFLOAD blocks to slots.
+            planes: planes that this device has made.
+            host: host slots for blocks of the same layout.
+
+        Raises:
+            LayoutError: the planes are closed, or belong to another device.
+            ConfigError: the host slots cannot be pinned.
         """
         order = Order.LAYERS if direction is Direction.LOAD else Order.BLOCKS
         return self.open_ordered_lane(direction, planes, host, order)
@@ -253,12 +271,12 @@ class CudaDevice:
     def open_ordered_lane(
         self, direction: Direction, planes: Planes, host: HostSlots, order: Order
     ) -> CudaLane:
-        """Open a lane for copies in the given order.
+        """Open a lane that copies in the given order.
 
         Args:
-            direction: the direction of the copies.
-            planes: the device's memory.
-            host: the host slots.
+            direction: LOAD copies slots to blocks, OFFLOAD blocks to slots.
+            planes: planes that this device has made.
+            host: host slots for blocks of the same layout.
             order: layer by layer, or block by block.
 
         Raises:
@@ -276,7 +294,7 @@ class CudaDevice:
             raise
 
     def _pinned(self, layout: Layout, host: HostSlots) -> tuple[PinnedSlots, Callable[[], None]]:
-        """Return host slots as pinned slots, and a function to call when the lane is closed."""
+        """Return the host slots as pinned slots, and a function to call when the lane is closed."""
         if isinstance(host, PinnedSlots):
             return host, lambda: None
         address = host.array.ctypes.data
@@ -295,7 +313,7 @@ class CudaDevice:
         return pinned, partial(self._unpin, address)
 
     def _is_computing(self) -> bool:
-        """Wait for 0.5 ms; return whether the engine's stream has not finished its present work."""
+        """Wait for 0.5 ms; return whether the engine's stream has work older than that."""
         try:
             event = self.compute_stream.record()
             time.sleep(_AT_ONCE_S)
@@ -343,17 +361,17 @@ class CudaDevice:
 
 
 def num_queues() -> int:
-    """Return the number of hardware queues of the driver: 8, unless set by the environment."""
+    """Return the driver's number of hardware queues: 8, or CUDA_DEVICE_MAX_CONNECTIONS up to 32."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return min(max(int(given), 1), _MAX_QUEUES) if given.isdecimal() else _DEFAULT_QUEUES
 
 
 def used_queues(gpu: Gpu) -> tuple[CudaStream, ...]:
-    """Return a stream for each hardware queue of the GPU, on which one kernel has run.
+    """Return one stream for each hardware queue of the GPU; each has run one kernel.
 
-    Keep the streams while there are lanes. Without them, lanes that are opened after an engine's
-    first kernels copy more slowly beside some of its streams, 50.5 instead of 54.2 GB/s (H200). The
-    call blocks until the GPU has finished its current work.
+    Keep these streams while lanes are open. Otherwise lanes that are opened after an engine's first
+    kernels share queues with the engine, and copy more slowly: 50.5 instead of 54.2 GB/s (H200).
+    The call blocks until the GPU has finished its present work.
     """
     gpu.synchronize()
     streams = tuple(new_stream(gpu, is_urgent=True) for _ in range(num_queues()))

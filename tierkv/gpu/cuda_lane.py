@@ -1,16 +1,18 @@
-"""A lane on CUDA: accepts copies, moves them through staging memory, returns events.
+"""A lane on CUDA: accepts copies, moves their bytes through staging memory, returns events.
 
     load      slots --copy engine--> ring --scatter--> planes       copy streams | kernel stream
     offload   slots <--copy engine-- ring <--gather--- planes       copy streams | kernel stream
 
-The ring is staging memory on the device, whose parts are reused in turn. A copy is cut into units.
-The GPU's copy engine moves the bytes of a block as one piece, and a kernel distributes them over
-the planes (scatter) or collects them (gather); the copy engine moves one unit while the kernel
-works on the one before. If the planes lie at equal distances, the copy engine can move a block as a
-rectangle, without ring and kernel; the first blocks of a copy are moved in this way.
+The ring is staging memory on the device, whose parts are reused in turn. A copy is divided into
+units. The GPU's copy engine moves the bytes of a block as one piece. A kernel distributes these
+bytes over the planes (scatter), or collects them from the planes (gather). While the kernel works
+on one unit, the copy engine moves the next.
 
-Kernels could read host memory without staging. They were as fast alone, but fell to 66 % with both
-directions at once, and slowed a matmul beside them by 14 to 106 % (H200).
+If the planes are at equal distances, the copy engine can move a block as a rectangle, without ring
+and kernel. The first blocks of a copy are moved in this way.
+
+Kernels could read host memory without staging. They were as fast alone, but fell to 66 % with
+copies in both directions, and slowed a matmul on the same GPU by 14 to 106 % (H200).
 """
 
 from __future__ import annotations
@@ -53,13 +55,14 @@ class LaneSettings:
     """Sizes of a lane.
 
     Attributes:
-        staging_bytes: bytes of the lane's staging memory on the device; smaller for few blocks.
-        num_ctas: thread blocks of a gather or scatter kernel; 32 move 128 MiB in 136 us, 132 in 120
-            us (H100).
-        turn_bytes: bytes submitted to one of the two copy streams before changing to the other, so
-            that other streams get the copy engine in between. Without it, 8 bytes on another stream
-            waited 34 ms for an offload of 2 GiB; with it 0.7 ms (H200).
-        units: sizes of the units that a copy is cut into.
+        staging_bytes: bytes of the lane's staging memory on the device; fewer if there are few
+            blocks.
+        turn_bytes: bytes that are submitted to one of two copy streams before the other one is
+            used, so that other streams can use the copy engine in between. Without these turns, 8
+            bytes on another stream waited 34 ms for an offload of 2 GiB; with them 0.7 ms (H200).
+        num_ctas: number of thread blocks of a gather or scatter kernel; 32 move 128 MiB in 136 us,
+            132 in 120 us (H100).
+        units: sizes of the units into which a copy is divided.
     """
 
     staging_bytes: int = 512 << 20
@@ -71,7 +74,7 @@ class LaneSettings:
 class Pipeline:
     """The streams, staging memory and kernels of a lane between `planes` and `host`.
 
-    For one thread at a time, with the GPU bound (see `Gpu.bound`).
+    Only one thread at a time may use a pipeline, and must have bound the GPU (see `Gpu.bound`).
     """
 
     def __init__(  # noqa: PLR0917 - what a pipeline is made of
@@ -124,15 +127,15 @@ class Pipeline:
 
         Args:
             event: the event to wait for.
-            timeout_s: seconds for which the call may block, see `Stream.wait`.
+            timeout_s: largest time for which the call blocks, in seconds (see `Stream.wait`).
         """
         self._kernel_stream.wait(event, timeout_s)
 
     def submit(self, copy: BlockCopy) -> Iterator[tuple[Unit, CudaEvent | None]]:
         """Submit a copy unit by unit; yield each unit with the event of its end.
 
-        The first units of a load are yielded twice: with None when their bytes are submitted to the
-        copy engine, and with the event when their kernel is submitted too.
+        The first units of a load are yielded twice: with None when the copy engine's part is
+        submitted, and with the event when the kernel is submitted too.
         """
         units = self._planner.plan(len(copy))
         first = next(units)
@@ -180,13 +183,14 @@ class Pipeline:
             yield unit, end
 
     def submit_straight(self, copy: BlockCopy) -> CudaEvent | None:
-        """Submit a copy of a few blocks as rectangles of planes, by the copy engine alone.
+        """Submit a copy of a few blocks as rectangles, for the copy engine alone.
 
-        This saves a kernel and two waits, but is slower than units for many blocks.
+        This avoids a kernel and two waits between streams, but is slower than units for many
+        blocks.
 
         Returns:
-            The event of the copy's end; None if the planes do not lie in rectangles, or if earlier
-                units have not ended, which this copy could overtake.
+            The event of the copy's end. None, with nothing submitted, if the planes do not form
+                rectangles, or if earlier units have not ended, which this copy could overtake.
         """
         return self._move_straight(copy, len(copy)) if self._may_go_straight() else None
 
@@ -194,10 +198,7 @@ class Pipeline:
         return bool(self._rectangles) and (self._last_end is None or self._last_end.is_done)
 
     def _may_begin_straight(self, unit: Unit) -> bool:
-        """Return whether the copy should begin with the blocks of `unit` as rectangles of planes.
-
-        They need less time to submit, and the first byte of an offload does not wait for a kernel.
-        """
+        """Return whether to copy the blocks of the first unit as rectangles."""
         return (
             unit.num_bytes == self._block_bytes
             and unit.num_blocks * len(self._rectangles) <= _STRAIGHT_CALLS
@@ -206,7 +207,7 @@ class Pipeline:
         )
 
     def _move_straight(self, copy: BlockCopy, count: int) -> CudaEvent:
-        """Submit the first `count` blocks of the copy as rectangles; return their end's event."""
+        """Submit the copy's first `count` blocks as rectangles; return the event of their end."""
         for event in copy.after:
             self._copies.wait(event, 0.0)
         slots, blocks = copy.slot_ids[:count].tolist(), copy.block_ids[:count].tolist()
@@ -242,10 +243,10 @@ class Pipeline:
     def _write_pieces(
         self, unit: Unit, slots: Addresses, staging: int, *, joins: bool
     ) -> tuple[int, int]:
-        """Write the addresses and sizes of a unit's pieces into the columns that the driver reads.
+        """Write the addresses and sizes of a unit's pieces into the arrays that the driver reads.
 
-        `slots` are the addresses of the unit's host slots; with `joins`, neighbouring slots become
-        one piece. Returns the number of pieces, and the bytes of the largest.
+        `slots` are the addresses of the host slots; `joins` makes one piece of neighbouring slots.
+        Return the number of pieces and the bytes of the largest one.
         """
         count, host, staged = len(slots), self._host_column.values, self._staging_column.values
         if unit.row_bytes != self._row_bytes:
@@ -269,7 +270,10 @@ class Pipeline:
         return count, int(sizes.max())
 
     def _copy(self, count: int, largest: int) -> CudaEvent:
-        """Submit the first `count` pieces in the columns, and return the event of their end."""
+        """Submit the first `count` pieces that `_write_pieces` wrote.
+
+        Return the event of their end.
+        """
         targets, sources = self._host_column, self._staging_column
         if self._direction is Direction.LOAD:
             targets, sources = sources, targets
@@ -293,10 +297,7 @@ class Pipeline:
         return min(_FIRST_BATCH_PIECES << len(self._under_way), _BATCH_PIECES)
 
     def _switch_stream(self) -> None:
-        """Continue on the other copy stream, after the work of this one.
-
-        Copies of other streams get the copy engine in between.
-        """
+        """Continue on the other copy stream, after the present work of this one."""
         self._copies_next.wait_bound(self._under_way[-1])
         self._copies, self._copies_next = self._copies_next, self._copies
         self._since_turn = 0
@@ -319,9 +320,9 @@ class _Job:
 
     Attributes:
         copy: the copy.
-        events: the events that the caller got, one for each layer.
-        units: units that are left to submit, None before the first.
-        reached: number of layers whose event has been recorded.
+        events: the events that the caller has, one for each layer.
+        units: units that are still to be submitted; None if no unit was submitted yet.
+        reached: number of layers whose event is set.
     """
 
     copy: BlockCopy
@@ -331,22 +332,22 @@ class _Job:
 
 
 class CudaLane:
-    """One direction of a GPU's copies; see `Lane`.
+    """A lane of a GPU; the protocol `Lane` describes the methods.
 
     A thread of the lane submits the copies. If none is queued, the caller's thread submits the
-    first units of a copy itself, since the lane's thread would begin 250 to 370 us later (H100). If
-    submitting a copy fails half-way, its events fail only when the work that was submitted has
+    first units of a copy, since the lane's thread would begin 250 to 370 us later (H100). If
+    submitting a copy fails after some of its units, its events fail only when these units have
     ended.
 
     Args:
         gpu: the GPU.
-        direction: the direction of the copies.
-        planes: the device's memory.
+        direction: direction of the copies.
+        planes: the device blocks.
         host: the host slots.
-        settings: sizes.
+        settings: sizes of the lane.
         order: layer by layer, or block by block.
-        before_copy: called on the lane's thread before every copy; tests delay or break copies with
-            it. If given, the caller's thread submits nothing.
+        before_copy: called on the lane's thread before every copy, which only that thread then
+            submits; tests delay copies with it, or let them fail. None for no call.
         on_close: called when the lane is closed.
     """
 
@@ -398,7 +399,7 @@ class CudaLane:
             return job.events
 
     def _may_begin(self, copy: BlockCopy) -> bool:
-        """Return whether the caller's thread may submit units, which takes only microseconds."""
+        """Return whether the caller's thread can submit units without waiting."""
         if self._num_queued or self._before_copy is not None or not self._host.is_pinned:
             return False
         if self._host.is_closed or self._planes.is_closed:
@@ -501,7 +502,7 @@ class CudaLane:
                 self._num_queued -= 1
 
     def _complete_layers(self, job: _Job, unit: Unit, end: CudaEvent) -> None:
-        """Complete the events of the layers that end with a submitted unit; `end` is its end."""
+        """Set `end`, the event of a unit's end, for each layer that is complete with this unit."""
         if unit.stop < len(job.copy):
             return
         with self._progress:

@@ -62,7 +62,7 @@ class Event(Protocol):
 
 
 class FailedEvent:
-    """The event of work that could not be submitted: `is_done` and `block_until_done` raise."""
+    """The event of work that could not be submitted; `is_done` and `block_until_done` raise."""
 
     position = 0
 
@@ -164,18 +164,18 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy between host slots and device blocks: slot slot_ids[i] with block block_ids[i].
+    """A copy between host slots and device blocks: slot_ids[i] and block_ids[i] belong together.
 
     Args:
         direction: LOAD copies slots to blocks, OFFLOAD blocks to slots.
         slot_ids: int32 [n], host slots.
         block_ids: int32 [n], device blocks.
-        after: events that must be done before a device block is touched: those of the kernels that
-            wrote the blocks (offload), or of the last readers of the blocks to overwrite (load).
-            Host slots of a load may be read at once.
+        after: events that must be done before a device block is read or written. For an offload:
+            those of the kernels that wrote the blocks. For a load: those of the kernels that read
+            the blocks to be overwritten. The host slots of a load may be read before.
 
     Raises:
-        LayoutError: the numbers of ids differ, or a destination appears twice.
+        LayoutError: the numbers of slots and blocks differ, or a destination appears twice.
     """
 
     direction: Direction
@@ -240,7 +240,11 @@ class Device(Protocol):
 
     @property
     def status(self) -> str:
-        """The state of the device as a line of text: its name, unfinished setup, or failure."""
+        """One line of text about the device, with its name.
+
+        The line also has the device's failure, or the setup that is not finished yet, if there is
+        any.
+        """
 
     def computing(self) -> AbstractContextManager[None]:
         """Return a context in which the calling thread uses `array_module` on this device.
@@ -285,14 +289,21 @@ class Device(Protocol):
         """
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
-        """Copy blocks within the device, after all work submitted to `compute_stream` so far.
+        """Copy blocks within the device, after all earlier work of `compute_stream`.
 
-        Thread-safe. On the event loop's thread, copy at most `quick_copy_bytes`.
+        Thread-safe. On an event loop's thread, copy at most `quick_copy_bytes` bytes.
 
         Args:
             planes: the planes of the blocks.
-            source_ids: int32 [n].
-            target_ids: int32 [n], distinct, without the source ids.
+            source_ids: int32 [n], blocks to read.
+            target_ids: int32 [n], blocks to write: distinct, and none of the source ids.
+
+        Returns:
+            The event of the copy's end.
+
+        Raises:
+            LayoutError: the ids are wrong, or the planes are closed or belong to another device.
+            TransferError: the copy cannot be submitted.
         """
 
     @property
