@@ -59,8 +59,8 @@ class TooMuchInWorkError(TierKVError):
 class BodyReader:
     """A reader of the request bodies of one server, with a limit on the sum of their sizes.
 
-    The bytes of a body count until `release` is called with its request. A body that would bring
-    the sum above `max_work_bytes` is rejected, if possible before it is read.
+    A body counts towards this limit, `max_work_bytes`, until the function `release` is called for
+    its request. A body that would exceed the limit is rejected, if possible before it is read.
     """
 
     def __init__(self, section: ListenSection) -> None:
@@ -76,8 +76,9 @@ class BodyReader:
 
         Args:
             request: A request whose body is still unread.
-            kind: Type to decode as.
-            finish: Called with the decoded body, in the same thread; returns the result of `read`.
+            kind: Type of the decoded body.
+            finish: Called with the decoded body, in the same thread; its result is the result of
+                `read`.
 
         Returns:
             The result of `finish`.
@@ -87,7 +88,7 @@ class BodyReader:
             FieldError: The body's fields do not fit `kind`.
             MediaTypeError: The body is neither JSON nor msgpack.
             BodyTimeoutError: The body took longer than `body_timeout_s`.
-            TooMuchInWorkError: The bodies of all requests would exceed `max_work_bytes`.
+            TooMuchInWorkError: The bodies of all running requests would exceed `max_work_bytes`.
         """
         content_type = _media_type(request)
         raw = await self._receive(request)
@@ -116,7 +117,7 @@ class BodyReader:
 
         Args:
             request: A request whose body is still unread.
-            kind: Type to decode as.
+            kind: Type of the decoded body.
 
         Returns:
             The decoded body; `kind()` if the body is missing or empty.
@@ -160,15 +161,17 @@ class BodyReader:
         return raw
 
     def count(self, request: web.BaseRequest, num_bytes: int) -> None:
-        """Count `num_bytes` more against `max_work_bytes`, until `release` is called for `request`.
+        """Add `num_bytes` to the bytes that count towards `max_work_bytes`.
+
+        The function `release` subtracts all bytes of a request again.
 
         Args:
             request: The request that uses the bytes.
-            num_bytes: Number of further bytes.
+            num_bytes: Number of bytes to add.
 
         Raises:
             RequestTooLargeError: The request alone exceeds `max_work_bytes`.
-            TooMuchInWorkError: All requests together would exceed it; nothing was counted.
+            TooMuchInWorkError: All requests together would exceed it. Nothing was added.
         """
         most = self._section.max_work_bytes
         _, before = request.get(_COUNTED, (self, 0))
@@ -193,7 +196,7 @@ _COUNTED = web.RequestKey("counted", tuple[BodyReader, int])
 
 
 def release(request: web.BaseRequest) -> None:
-    """Stop counting the bytes of an answered request against `max_work_bytes`."""
+    """Subtract the bytes of an answered request from those that count towards `max_work_bytes`."""
     if _COUNTED in request:
         reader, num_bytes = request[_COUNTED]
         reader.give_back(num_bytes)
@@ -216,14 +219,14 @@ def _media_type(request: web.BaseRequest) -> str:
 
 
 def from_query(request: web.BaseRequest, kind: type[T]) -> T:
-    """Decode the query parameters as `kind`.
+    """Return the query parameters of the request as an object of type `kind`.
 
     Args:
         request: The request with the query.
-        kind: Type to decode as.
+        kind: Type of the result.
 
     Raises:
-        FieldError: A field does not fit `kind`, or a parameter is given twice.
+        FieldError: A parameter does not fit `kind`, or is given twice.
     """
     if len(request.query) > len(set(request.query)):
         raise FieldError("a query parameter is given twice: give it once")
@@ -234,7 +237,7 @@ def from_query(request: web.BaseRequest, kind: type[T]) -> T:
 
 
 def is_set(request: web.BaseRequest, flag: str) -> bool:
-    """Return whether a flag is in the query, without a value or with any except "false" and "0".
+    """Return True if a query parameter is present and its value is not "false" or "0".
 
     Args:
         request: The request with the query.
@@ -244,15 +247,15 @@ def is_set(request: web.BaseRequest, flag: str) -> bool:
 
 
 def decode(raw: bytes | bytearray, kind: type[T], *, content_type: str) -> T:
-    """Decode the bytes of a body as `kind`.
+    """Return the body that `raw` encodes, as an object of type `kind`.
 
     Args:
         raw: The bytes, JSON or msgpack.
-        kind: Type to decode as.
+        kind: Type of the result.
         content_type: JSON or MSGPACK.
 
     Raises:
-        BodyError: `raw` cannot be read, or has a key twice in one object.
+        BodyError: `raw` cannot be read, or an object in the JSON text has the same key twice.
         FieldError: The fields do not fit `kind`.
     """
     try:
@@ -272,11 +275,10 @@ def decode(raw: bytes | bytearray, kind: type[T], *, content_type: str) -> T:
 
 
 def _refuse_twins(raw: bytes | bytearray, fields: Mapping[str, msgspec.Raw]) -> None:
-    """Raise a BodyError if a key occurs twice in one object of the JSON text.
+    """Raise a BodyError if an object in the JSON text `raw` has the same key twice.
 
     Decoders differ in which of the two values they use. A proxy that checks the body could
-    therefore see another value than the node. `fields` is the decoded object: if the text has just
-    the length of these fields, no key is repeated.
+    therefore see another value than the node.
     """
     if raw.count(b":") == len(fields):  # one colon per key: no key twice, no inner object
         return
@@ -311,7 +313,7 @@ def answer(request: web.BaseRequest, value: object, *, status: int = 200) -> web
 
 
 def headers_of(request: web.BaseRequest, content_type: str) -> dict[str, str]:
-    """Return the headers that every answer has.
+    """Return the headers that all answers have: Content-Type, Server and X-Request-Id.
 
     Args:
         request: The request to answer.
@@ -333,14 +335,14 @@ def is_id(text: str) -> bool:
 
 
 def check_id(text: str, field: str) -> str:
-    """Return `text`, after checking that it can be used as an id in headers and logs.
+    """Return `text` if it can be used as an id in headers and logs.
 
     Args:
         text: The id that the caller gave.
         field: Name of the id's field, for the error.
 
     Raises:
-        FieldError: The text is not a valid id.
+        FieldError: The text cannot be used as an id.
     """
     if not is_id(text):
         raise FieldError(
@@ -350,31 +352,31 @@ def check_id(text: str, field: str) -> str:
 
 
 def session_of(request: web.BaseRequest, given: str | None) -> str | None:
-    """Return the id of the request's session (conversation): `given`, or the header X-Session-ID.
+    """Return the id of the request's session (conversation), from the body or from X-Session-ID.
 
     Args:
         request: The request.
-        given: The id in the request's body; None if the body has none.
+        given: The id in the request's body; None to use the header X-Session-ID.
 
     Returns:
-        The id; None if neither the body nor the header has one.
+        The id; None if the request has no session.
 
     Raises:
-        FieldError: The text is not a valid id.
+        FieldError: The text cannot be used as an id.
     """
     session_id = request.headers.get(SESSION_HEADER) if given is None else given
     return None if session_id is None else check_id(session_id, "session_id")
 
 
 def name_request(request: web.BaseRequest, given: str | None) -> str:
-    """Set the request's id to `given` if that is not None, and return the id.
+    """Set the request's id to `given`, except if `given` is None, and return the request's id.
 
     Args:
         request: The request.
         given: Id from the body or a header; None to keep the id that the request has.
 
     Raises:
-        FieldError: `given` is not a valid id.
+        FieldError: `given` cannot be used as an id.
     """
     if given is not None:
         request[REQUEST_ID] = check_id(given, "request_id")
@@ -382,7 +384,7 @@ def name_request(request: web.BaseRequest, given: str | None) -> str:
 
 
 def first_id(request: web.BaseRequest) -> str:
-    """Return the id in the request's X-Request-Id header, or a new id if no valid one is there."""
+    """Return the id in the request's X-Request-Id header, or a new id if there is no valid one."""
     given = request.headers.get(REQUEST_ID_HEADER)
     if given is not None and is_id(given):
         return given
@@ -394,7 +396,7 @@ _WRITE_TIMEOUT_S = 30.0  # seconds after which a client that reads nothing is di
 
 
 def event_stream(request: web.BaseRequest) -> web.StreamResponse:
-    """Return a response of type text/event-stream; nothing is sent yet."""
+    """Return an unsent response of type text/event-stream."""
     return web.StreamResponse(
         headers={
             **headers_of(request, EVENT_STREAM),
@@ -414,10 +416,10 @@ async def open_stream(request: web.BaseRequest) -> web.StreamResponse:
 async def write(
     response: web.StreamResponse, chunk: bytes, *, timeout_s: float = _WRITE_TIMEOUT_S
 ) -> None:
-    """Write `chunk` to a streamed response.
+    """Write `chunk` to a streamed response, and disconnect a client that does not read.
 
     Args:
-        response: The response, whose HTTP headers were sent.
+        response: A response whose HTTP headers were sent.
         chunk: The bytes to write.
         timeout_s: Seconds after which a client that reads nothing is disconnected.
 

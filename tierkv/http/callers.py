@@ -1,7 +1,7 @@
-"""Authentication of callers, their access levels, and names that keep the ids of tenants apart.
+"""Authentication of callers, their access levels, and names that separate the ids of tenants.
 
 The auth file (JSON) lists digests of tokens and names in client certificates; it contains no
-secret. Two tenants may use the same request or ticket id. The id is therefore combined with the
+secret. Two tenants may use the same request id or ticket id, so the id is combined with the
 tenant's name.
 """
 
@@ -49,7 +49,7 @@ class Principal:
     """An authenticated caller.
 
     Attributes:
-        name: Name for logs.
+        name: Name of the caller in logs.
         tenant: Tenant whose blocks the caller's requests use; "" is the node's own tenant. A
             request's body cannot change it, but some routes let an admin name another tenant.
         access: The caller's access level.
@@ -70,7 +70,7 @@ class UnauthenticatedError(TierKVError):
     """The caller is not authenticated: send a token or a certificate that the node knows.
 
     Attributes:
-        was_given: True if the request had a token or certificate, but an invalid one.
+        was_given: True if the request had a token or certificate, but not a valid one.
     """
 
     def __init__(self, message: str, *, was_given: bool = False) -> None:
@@ -127,7 +127,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class TokenRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A caller with a token.
+    """A caller in the auth file that authenticates with a token.
 
     Attributes:
         id: The public part of the token.
@@ -143,10 +143,11 @@ class TokenRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CertificateRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A caller with a client certificate.
+    """A caller in the auth file that authenticates with a client certificate.
 
     Attributes:
-        subject: `DNS:name`, `URI:spiffe://...`, `email:...` or `CN:name`, as in the certificate.
+        subject: A name in the certificate: `DNS:name`, `URI:spiffe://...`, `email:...` or
+            `CN:name`.
     """
 
     subject: Annotated[str, msgspec.Meta(pattern="^(DNS|URI|email|CN):.+$")]
@@ -157,11 +158,11 @@ class AuthFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         version: Version of the format.
-        tokens: Callers with a token.
-        certificates: Callers with a client certificate.
+        tokens: Callers that authenticate with a token.
+        certificates: Callers that authenticate with a client certificate.
 
     Raises:
-        ConfigError: Two rows have the same credential.
+        ConfigError: Two rows have the same token id or certificate subject.
     """
 
     version: Literal[1] = 1
@@ -185,8 +186,8 @@ def read(path: Path) -> AuthFile:
     """Return the content of the auth file at `path`.
 
     Raises:
-        ConfigError: The file cannot be read, is not valid, or can be written by other users than
-            its owner; the error names the file.
+        ConfigError: The file cannot be read, is not valid, or can be written by users other than
+            its owner. The error names the file.
     """
     try:
         with path.open("rb") as file:
@@ -209,7 +210,7 @@ def read(path: Path) -> AuthFile:
 
 
 def write(path: Path, content: AuthFile) -> None:
-    """Replace the auth file at `path`, atomically and readable by its owner only.
+    """Replace the auth file at `path` atomically; only its owner can read the new file.
 
     Args:
         path: The file to replace.
@@ -237,7 +238,7 @@ def write(path: Path, content: AuthFile) -> None:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Lock the auth file while the body runs, so that one `tierkv token` at a time changes it.
+    """Lock the auth file while the body runs, so that only one process at a time changes it.
 
     Args:
         path: The auth file; the lock is on its folder.
@@ -280,7 +281,7 @@ def digest_of(token: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A token of the auth file: its digest, its caller, and its end in Unix seconds."""
+    """A token of the auth file. `expires_at` is in Unix seconds; None for no expiry."""
 
     digest: bytes
     principal: Principal
@@ -292,7 +293,7 @@ _NO_KEY = bytes(64)
 
 
 class Keyring:
-    """The tokens and certificate names of one auth file, indexed for lookup; immutable."""
+    """The callers of one auth file, to be found by token or by a name in a certificate."""
 
     def __init__(self, content: AuthFile) -> None:
         self._tokens = {row.id.encode(): _key(row) for row in content.tokens}
@@ -302,8 +303,8 @@ class Keyring:
         """Return the caller that owns `token`.
 
         Args:
-            token: The token, as the request contains it.
-            now: Unix seconds.
+            token: The token, as sent by the caller.
+            now: The current time, in Unix seconds.
 
         Raises:
             UnauthenticatedError: The token is unknown or has expired. The error sentence is the
@@ -320,7 +321,9 @@ class Keyring:
         return key.principal
 
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
-        """Return the caller for the first of `names` that the auth file has; None if it has none.
+        """Return the caller of the first of `names` that the auth file lists.
+
+        None if it lists none.
 
         Args:
             names: Names in a client certificate, such as `DNS:prefill-1`.
@@ -342,7 +345,7 @@ def request_name(space: str, request_id: str) -> str:
     """Return the scheduler's name for a request, made of the tenant's space and the caller's id.
 
     Args:
-        space: Name of the tenant's part of the cache; "" is the node's own.
+        space: Name of the tenant's space; "" for the node's own.
         request_id: The id that the caller gave.
 
     Raises:
@@ -360,7 +363,7 @@ def ticket_name(ticket_id: str, tenant: str) -> str:
 
     Args:
         ticket_id: The id that the caller gave.
-        tenant: The tenant; "" is the node's own.
+        tenant: The tenant; "" for the node's own.
 
     Raises:
         BadRequestError: The id looks like the name of another tenant's ticket.
@@ -373,7 +376,10 @@ def ticket_name(ticket_id: str, tenant: str) -> str:
 
 
 def as_given(sentence: str) -> str:
-    """Return `sentence` with names of `request_name` and `ticket_name` turned into callers' ids."""
+    """Return an error sentence in which ids replace the names of requests and tickets.
+
+    These are the names that `request_name` and `ticket_name` return, and the ids that callers gave.
+    """
     return _IN_WORDS.sub("'", sentence)
 
 
@@ -386,10 +392,10 @@ _COMMON_NAME = "commonName"
 
 
 class Guard:
-    """The authenticator of callers. Use it inside `running()`; outside, every caller is rejected.
+    """The authenticator of callers. Use it inside `running()`; outside, all callers are rejected.
 
     Args:
-        file: The auth file; None gives every caller the access level of an admin.
+        file: The auth file; None to accept every caller as an admin, even outside `running()`.
         reload_s: Seconds between two checks for a change of the file.
     """
 
@@ -402,7 +408,8 @@ class Guard:
     async def running(self) -> AsyncIterator[None]:
         """Read the auth file at the start, and again after each change while the body runs.
 
-        If a changed file is not valid, the error is logged, and the callers read before stay valid.
+        If a changed file is not valid, the error is logged, and the callers of the earlier version
+        stay valid.
 
         Raises:
             ConfigError: The file is not valid at the start.
@@ -422,8 +429,9 @@ class Guard:
     def principal_of(self, request: web.BaseRequest) -> Principal:
         """Return the caller of `request`.
 
-        A token is checked first. Without a token, the connection's client certificate is checked,
-        and otherwise the user at the other end of a Unix socket.
+        The caller is identified by its token. Without a token, it is identified by the client
+        certificate of the connection, or, on a Unix socket, as an admin if it runs as the node's
+        user.
 
         Raises:
             UnauthenticatedError: The caller is unknown.
@@ -453,9 +461,7 @@ class Guard:
         return self._keyring.by_token(token.encode(), now=time.time())
 
     def authorize(self, request: web.BaseRequest, needed: Access) -> None:
-        """Authenticate the caller and check its access level.
-
-        Set `request[PRINCIPAL]` to the caller.
+        """Check the caller's access level, and set `request[PRINCIPAL]` to the caller.
 
         Args:
             request: The request.
@@ -524,7 +530,7 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _by_user(peer: socket.socket) -> Principal:
-    """Return an admin if the other end of a Unix socket runs as the node's user, else raise."""
+    """Return an admin if the client of the Unix socket runs as the node's user, else raise."""
     _, uid, _ = credentials(peer)
     if uid == os.geteuid():
         return Principal(f"uid:{uid}", "", Access.ADMIN)

@@ -2,8 +2,8 @@
 
     figures(), twice a second -> one ring of encoded samples -> every open page
 
-The figures are values of /metrics. Samples are taken even while no page is open, so that a new page
-shows the last minutes.
+The figures are values of GET /metrics. Samples are taken even while no page is open, so that a new
+page shows the last minutes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ News = Callable[[], Iterable[tuple[str, bytes]]]
 
 
 def figures_of(metrics: Iterable[Metric], families: Collection[str]) -> dict[str, float]:
-    """Return the values of some metrics, by name with labels as in /metrics.
+    """Return the values of some metrics, by name with labels as in GET /metrics.
 
     Args:
         metrics: All metrics.
@@ -68,15 +68,15 @@ def _name(name: str, labels: tuple[tuple[str, str], ...]) -> str:
 
 
 class LiveFeed:
-    """The latest samples of the live page's figures, and the streams of samples to open pages.
+    """The latest samples of the figures (metrics) on the live page, and streams to open pages.
 
     Use it inside `running()`.
 
     Attributes:
-        figures: Returns the figures by name. If the names change, the samples taken before are
-            dropped.
-        refresh: Called again and again while a page is open, for data that take longer to collect;
-            returns the seconds to wait before its next call.
+        figures: Returns the values of the figures by name. If the names change, all earlier samples
+            are dropped.
+        refresh: Collects data that take longer to collect. It is called repeatedly while a page is
+            open, and returns the seconds to wait before its next call.
         num_watching: Number of open streams.
 
     Args:
@@ -110,7 +110,7 @@ class LiveFeed:
                 self.close()
 
     def close(self) -> None:
-        """End every stream, after its page has received the samples taken so far."""
+        """End all streams. Each open page first receives the samples taken so far."""
         self._is_closed = True
         self._wake()
 
@@ -145,12 +145,12 @@ class LiveFeed:
     async def stream(self, request: web.BaseRequest, news: News) -> web.StreamResponse:
         """Stream the kept samples, new samples and `news` as server-sent events, until `close`.
 
-        A page that reads slowly receives several samples in one event, and misses those no longer
-        kept.
+        A page that reads slowly receives several samples in one event. Samples that are no longer
+        kept when the page reads are skipped.
 
         Args:
             request: The request of the page.
-            news: Returns name and data of each further event that this page has not received yet.
+            news: Returns name and data of each other event that this page has not received yet.
         """
         if request.method == hdrs.METH_HEAD:  # the client would take a body for the next answer
             return event_stream(request)
@@ -211,7 +211,10 @@ def _file(name: str) -> bytes | None:
 
 
 class PageRoutes:
-    """The files of the live page. Access is public, because they contain no data of the node."""
+    """The routes of the live page's files.
+
+    They are public, because the files have no data of the node.
+    """
 
     @Route("GET", "/", Access.PUBLIC, content_type="text/html")
     async def page(self, request: web.BaseRequest) -> web.Response:

@@ -45,7 +45,10 @@ class UnknownIdError(BadRequestError):
 
 
 class WrongStateError(BadRequestError):
-    """The state of the node, or of the call's object, does not allow this call: change it first."""
+    """The state of the node, or of an object named in the call, does not allow this call.
+
+    Change the state first.
+    """
 
 
 class TooManyError(BadRequestError):
@@ -53,11 +56,14 @@ class TooManyError(BadRequestError):
 
 
 class NotReadyError(TierKVError):
-    """The node accepts no requests at this moment: retry, or use another node."""
+    """The node accepts no requests now: retry, or use another node."""
 
 
 class AnswerError(TierKVError):
-    """An error whose class defines its HTTP status, stable code and title; `ERRORS` lacks it."""
+    """An error whose own class has the HTTP status, stable code and title of its answer.
+
+    `ERRORS` has no rows for such errors.
+    """
 
     status: int
     code: str
@@ -95,11 +101,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         title: The kind of the error, in words.
         status: HTTP status.
         detail: What is wrong, with which value, and what to do.
-        code: A stable name of the error, for programs.
+        code: A stable name of the kind of error, for programs.
         request_id: Id of the request, as in the log.
         reason: A stable name of the reason why a hand-off failed; only for failed hand-offs.
-        tier: The tier that has too few blocks.
-        needed, available: Number of blocks that the request needs, and that the tier has.
+        tier: The tier that has too few free blocks; only if a tier has too few.
+        needed, available: Number of blocks that the request needs, and number that the tier has.
     """
 
     title: str
@@ -170,12 +176,13 @@ def problem_of(
 ) -> Problem:
     """Return the body of the error answer to `request`.
 
-    The text of an unexpected error is left out; the log has it.
+    The text of an unexpected error is only in the log.
 
     Args:
         request: The request that failed.
         error: The error that its handler raised.
-        what_is_here: End of the sentence about an unknown path, which says where routes are listed.
+        what_is_here: End of the error sentence about an unknown path, which says where to find the
+            routes.
     """
     row = status, code, title = _row(error)
     if row == INTERNAL:
@@ -216,7 +223,7 @@ def _row(error: Exception) -> tuple[int, str, str]:
 
 
 def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: str) -> str:
-    """Return a sentence for an error of aiohttp: what is wrong, and if known what to do."""
+    """Return a sentence about an error of aiohttp: what is wrong, and if known, what to do."""
     path = request.path[:200]
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return (
@@ -230,7 +237,7 @@ def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: 
 
 
 def log_if_unexpected(request: web.BaseRequest, error: Exception) -> None:
-    """Log an error that has no row in `ERRORS`, which is a bug, with its traceback.
+    """Log an error that has no row in `ERRORS`, with its traceback; such an error is a bug.
 
     Args:
         request: The request that failed.
@@ -264,7 +271,10 @@ def _allowed(error: web.HTTPMethodNotAllowed) -> str:
 
 
 def _challenge(error: Exception, found: Problem) -> str | None:
-    """Return the error part of the WWW-Authenticate header (RFC 6750); None without one."""
+    """Return the error part of the WWW-Authenticate header (RFC 6750).
+
+    None to send no such header.
+    """
     if found.status == HTTPStatus.UNAUTHORIZED:
         is_new = isinstance(error, UnauthenticatedError) and not error.was_given
         return "" if is_new else ', error="invalid_token"'
@@ -281,7 +291,7 @@ def fail(
     Args:
         request: The request that failed.
         error: The error that its handler raised.
-        make_problem: Makes the body of the answer.
+        make_problem: Function that returns the body of the answer.
     """
     log_if_unexpected(request, error)
     if isinstance(error, FRAMING):
@@ -328,13 +338,13 @@ PROBLEMS = {
 
 
 def framing_problem(status: int, request_id: str) -> web.Response:
-    """Return the response to bytes that are not valid HTTP for this server.
+    """Return the response to bytes that are not HTTP that this server supports.
 
     The connection is closed after the response.
 
     Args:
-        status: A status in `PROBLEMS`; any other becomes 500.
-        request_id: Id for the answer and the log.
+        status: HTTP status, a key of `PROBLEMS`; any other status becomes 500.
+        request_id: Id of the request in the answer and the log.
     """
     if status not in PROBLEMS:
         status = HTTPStatus.INTERNAL_SERVER_ERROR

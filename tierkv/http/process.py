@@ -1,6 +1,6 @@
-"""The life of a serving process: event loop lag, log, signals, running calls, and shutdown.
+"""The life of a server process: event loop lag, log, signals, running calls, and shutdown.
 
-Certificates and the auth file are read again when they change.
+Changed certificates and auth files are read again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Heartbeat:
     """A measurement of the event loop's lag, 20 times a second inside `running()`.
 
     Attributes:
-        on_beat: Called at each measurement with the lag in seconds, and with the CPU seconds that
-            the loop's thread used of it at most. In the rest the thread waited for a CPU or a
-            system call.
+        on_beat: Called at each measurement with the lag in seconds, and with the largest part of
+            it, in seconds, for which the loop's thread can have used a CPU. In the rest of the lag,
+            the thread waited for a CPU or for a system call.
     """
 
     def __init__(self, on_beat: Callable[[float, float], None] = lambda *_: None) -> None:
@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 
 
 class CallUnderWay:
-    """A context manager whose body is a running call that a shutdown can cut off.
+    """A context manager whose body is a running call that a shutdown can cancel.
 
     Args:
         working: The set that contains the call while the body runs.
@@ -103,9 +103,9 @@ class CallUnderWay:
             raise self._working.cut_off() from error
 
     def cut_off(self) -> None:
-        """Cancel the call's task.
+        """Cancel the body.
 
-        The `async with` then raises the error that `Working.cut_off` makes.
+        The context manager then raises the error that `Working.cut_off` returns.
         """
         if not self._is_cut_off:
             self._is_cut_off = True
@@ -113,13 +113,13 @@ class CallUnderWay:
 
 
 class Working:
-    """The set of running calls that a shutdown waits for.
+    """The set of running calls, for which a shutdown waits.
 
     Attributes:
         calls: The calls that run now.
 
     Args:
-        cut_off: Makes the error that is raised in a call when a shutdown cuts it off.
+        cut_off: Function that returns the error for a call that a shutdown cancels.
     """
 
     def __init__(self, cut_off: Callable[[], TierKVError]) -> None:
@@ -134,7 +134,7 @@ class Working:
     def call(self) -> CallUnderWay:
         """Return a context manager that counts its body as a running call.
 
-        If a shutdown cuts the call off, the context manager raises the error that `cut_off` makes.
+        If a shutdown cancels the body, the context manager raises the error that `cut_off` returns.
         """
         return CallUnderWay(self)
 
@@ -142,14 +142,14 @@ class Working:
         self._changed.set()
 
     def hurry(self) -> None:
-        """Let `idle`, now or when it is called, cut off all running calls at once."""
+        """Make `idle` cancel running calls without a grace time, now or when it is called."""
         self._is_hurried = True
         self.changed()
 
     async def idle(self, *, grace_s: float) -> None:
-        """Return once no call runs.
+        """Wait until no call runs.
 
-        Calls are cut off after `grace_s` seconds, or when `hurry` is called.
+        Calls that still run are cancelled after `grace_s` seconds, or once `hurry` is called.
         """
         try:
             async with asyncio.timeout(grace_s):
@@ -167,12 +167,12 @@ class Working:
 
 @contextmanager
 def stop_signal(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
-    """Provide an event that the first SIGTERM or SIGINT sets; a second one calls `hurry`.
+    """Yield an event that the first SIGTERM or SIGINT sets. A second signal calls `hurry`.
 
     SIGHUP does not end the process.
 
     Args:
-        hurry: Cuts off running requests.
+        hurry: Function that cancels running requests.
     """
     stop = asyncio.Event()
 
@@ -197,7 +197,7 @@ def stop_signal(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
 
 
 class Served(Protocol):
-    """The interface of a node or a gateway that `serve` uses."""
+    """The methods of a node or a gateway that `serve` calls."""
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
     def drain(self) -> None: ...
@@ -217,17 +217,17 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
 ) -> None:
     """Run a node or a gateway until `stop` is set, then shut it down.
 
-    During the shutdown it reports not ready and refuses new requests. Running requests are cut off
-    after the grace time. Probes are answered until the end.
+    During the shutdown, the node or gateway reports not ready and rejects new requests. Running
+    requests are cancelled after the grace time. Probes are answered until the end.
 
     Args:
         served: The node or gateway.
-        name: Its name in the log.
+        name: Name of the node or gateway in the log.
         listening: Context manager that answers requests while it is entered, and yields the URL.
         announce: Called with the URL once requests are answered there.
         grace_s: Seconds for which running requests may continue.
-        on_closing: Called when no request runs or the grace time is over; may be called twice.
-        stop: The event of `stop_signal`.
+        on_closing: Called once no request runs or the grace time is over; may be called twice.
+        stop: The event that `stop_signal` yields.
     """
     await start_threads()
     async with listening as url, served.running():
@@ -250,13 +250,13 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
 class LastResort:
     """A watchdog thread that kills the process `limit_s` seconds after `start`, even if it hangs.
 
-    This damages no stored value, because a value is visible only when it is complete.
+    This damages no stored value, because a value becomes visible only when it is complete.
 
     Attributes:
-        why: Returns the reason for the log.
+        why: Returns the reason for the log entry.
 
     Args:
-        limit_s: Seconds from `start` to the end of the process.
+        limit_s: Seconds from `start` until the process is killed.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -266,11 +266,11 @@ class LastResort:
         start_thread(self._watch, "tierkv-last-resort")
 
     def start(self) -> None:
-        """Start the time limit, unless it was started before."""
+        """Start the time limit, if it has not been started before."""
         self._is_started.set()
 
     def cancel(self) -> None:
-        """End the time limit; the process is then not killed."""
+        """Cancel the time limit, so that the process is not killed."""
         self._is_over.set()
         self._is_started.set()
 
@@ -288,7 +288,7 @@ _Seen = tuple[tuple[int, int, int] | None, ...]
 async def watching(
     files: Sequence[Path], reload: Callable[[], Awaitable[None]], *, every_s: float
 ) -> AsyncIterator[None]:
-    """Call `reload` before the body, and again after each change of one of `files` in the body.
+    """Call `reload` before the body, and again whenever one of `files` changes during the body.
 
     Args:
         files: The files to watch.
@@ -296,8 +296,8 @@ async def watching(
         every_s: Seconds between two checks for changes.
 
     Raises:
-        ConfigError: The first `reload` raised it. Later errors are logged, and `reload` is called
-            again after the next change.
+        ConfigError: The first `reload` raised this error. If a later one raises it, the error is
+            logged, and `reload` is called again after the next change.
     """
     seen = await aside(
         _identities, files
@@ -327,7 +327,10 @@ def _identities(files: Sequence[Path]) -> _Seen:
 
 
 def _identity(file: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes when the file is written or replaced; None without a file."""
+    """Return a value that changes when the file is written or replaced.
+
+    None if there is no file.
+    """
     try:
         found = file.stat()
     except OSError:

@@ -39,14 +39,14 @@ async def _unbound(_: web.BaseRequest) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One HTTP route, and the decorator that declares it on a handler method.
+    """One HTTP route, and the decorator that declares this route on a handler method.
 
     The decorated method returns a value to encode or a complete response. `routes_of` returns the
     routes of an object with such methods.
 
     Attributes:
         method: The HTTP method.
-        path: The path; {name} stands for one segment of it, {name:.+} for all the rest.
+        path: The path; {name} stands for one segment, {name:.+} for all remaining segments.
         access: The access level that callers need.
         body, answer: msgspec types of the request's body and of the answer; None if there is none.
         status: HTTP status of a successful answer.
@@ -80,7 +80,7 @@ class Route:
 
 
 def routes_of(owner: object) -> list[Route]:
-    """Return the routes that an object's methods declare, in the order of its class."""
+    """Return the routes that the methods of `owner` declare, in the order of its class."""
     kind = type(owner)
     return [
         replace(
@@ -95,7 +95,7 @@ def routes_of(owner: object) -> list[Route]:
 
 
 def in_path(request: web.BaseRequest, name: str) -> str:
-    """Return the part of the request's path that stands for {name} in the route's path.
+    """Return the part of the request's path that {name} in the route's path stands for.
 
     Args:
         request: A request that the router has matched to a route.
@@ -109,9 +109,10 @@ class HttpRouter:
 
     Args:
         table: The routes.
-        guard: Authenticator of callers, which must be running.
-        fail: Makes the error answer.
-        count: Called with each answer's path, as in the table, and status.
+        guard: The authenticator of callers, which must be running.
+        fail: Function that returns the error answer.
+        count: Called for each answer with its status and the path of its route ("none" for an
+            unknown path), in the order path, status.
         id_chars: Largest length of a request id from a header; a longer id is cut.
     """
 
@@ -172,10 +173,10 @@ class HttpRouter:
         return response
 
     def _admit(self, request: web.BaseRequest, place: _Path | None) -> Route:
-        """Return the route for the request, after checking that the caller may use it.
+        """Return the route for the request, after checking that the caller may use the route.
 
-        An unknown path is reported only to callers with READ access, so that strangers cannot find
-        out the routes.
+        Only callers with READ access learn that a path is unknown; other callers cannot find out
+        which routes exist.
         """
         if request.version not in _SPOKEN:
             raise web.HTTPVersionNotSupported
@@ -219,7 +220,7 @@ class _Path:
 
 
 async def _expected(request: web.BaseRequest) -> None:
-    """Answer `Expect: 100-continue`; the client sends its body after that."""
+    """Answer `Expect: 100-continue`, for which the client waits before it sends its body."""
     if request.headers["Expect"].lower() != "100-continue":
         raise web.HTTPExpectationFailed
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -1,6 +1,6 @@
 """Listening sockets, TLS, and an HTTP/1.1 and 1.0 server with limits for each connection.
 
-aiohttp implements HTTP. `_Http` adds limits that aiohttp lacks: on the time in which the headers of
+The server is aiohttp's. `_Http` adds limits that aiohttp lacks: on the time in which the headers of
 a request must arrive, and on the time in which a client reads nothing. Bytes that are not valid
 HTTP get an answer as problem+json.
 """
@@ -149,7 +149,7 @@ def url_of(listener: socket.socket, *, has_tls: bool = False) -> str:
 
     Args:
         listener: A listening socket.
-        has_tls: True for https.
+        has_tls: True for https, False for http.
     """
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
@@ -160,10 +160,12 @@ def url_of(listener: socket.socket, *, has_tls: bool = False) -> str:
 
 
 def make_room_for(connections: int) -> None:
-    """Raise this process's limit of open files, as far as the system allows it.
+    """Raise this process's limit of open files for this many connections, as far as allowed.
+
+    The system's hard limit is the upper bound.
 
     Args:
-        connections: Number of connections that shall be possible at once.
+        connections: Largest number of connections at the same time.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
@@ -178,10 +180,10 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | None]:
-    """Provide a server's TLS context to the body; None if `settings` has no certificate.
+    """Yield a server's TLS context; None if `settings` has no certificate.
 
-    While the body runs, changed files are read again and used for new connections. If they cannot
-    be used, the error is logged, and the files read before stay in use.
+    While the body runs, changed files are read again and used for new connections. If a changed
+    file cannot be used, the error is logged, and the earlier certificate stays in use.
 
     Args:
         settings: Paths of the certificate, its key, and the authorities of client certificates.
@@ -261,15 +263,15 @@ async def serving(
 ) -> AsyncIterator[None]:
     """Answer requests on `listeners` with `handle` while the body runs.
 
-    After the body, answers that are being sent have 2 s to end.
+    After the body, unfinished answers have 2 s to end.
 
     Args:
-        handle: Coroutine that returns the answer to a request, an error answer included. It raises
-            ConnectionError if the client has disconnected, and is cancelled when the client
-            disconnects.
+        handle: Coroutine function that returns the answer to a request, also if that is an error
+            answer. It raises ConnectionError if the client has disconnected. It is cancelled when
+            the client disconnects.
         listeners: Listening sockets.
         section: Limits of connections and requests.
-        tls: Context of TCP connections; None for plain HTTP.
+        tls: TLS context of TCP connections; None for plain HTTP. Unix sockets never use TLS.
     """
     loop = asyncio.get_running_loop()
 
@@ -320,14 +322,14 @@ async def answering(
     listeners: Sequence[socket.socket],
     router_of: Callable[[Guard], HttpRouter],
 ) -> AsyncIterator[str]:
-    """Answer requests on `listeners` while the body runs; provide the URL of the first listener.
+    """Answer requests on `listeners` while the body runs; yield the URL of the first listener.
 
     Args:
         section: Limits of connections and requests.
         auth: Path of the auth file.
         tls: Paths of the certificates.
         listeners: Listening sockets.
-        router_of: Makes the router, given the authenticator of callers.
+        router_of: Function that returns the router, given the authenticator of callers.
 
     Raises:
         ConfigError: The auth file or a certificate cannot be used.
@@ -342,7 +344,7 @@ async def answering(
 
 
 class _Shared:
-    """The aiohttp server, the limits, and the counts that all connections share."""
+    """The objects that all connections share: aiohttp's server, the limits, and a count."""
 
     def __init__(self, http: web.Server, limits: ListenSection) -> None:
         self.http = http
@@ -408,7 +410,7 @@ class _Http(web.RequestHandler):
         super().data_received(data)
 
     def head_has_come(self, body: StreamReader) -> None:
-        """End the time limit for the request's headers: its body arrives from now on."""
+        """Record that the request's headers are complete, which ends their time limit."""
         self._body, self._is_answered = body, False
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -463,7 +465,7 @@ class _Http(web.RequestHandler):
         return framing_problem(status, request_id)
 
     def log_exception(self, *args: object, **kw: object) -> None:
-        """Log an error: one line if the client caused it, otherwise with its traceback."""
+        """Log an error in one line if the client caused it, otherwise with its traceback."""
         error = kw.get("exc_info")
         if isinstance(error, (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
             log.info("a connection ended within a malformed body: %s", type(error).__name__)

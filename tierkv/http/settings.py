@@ -1,4 +1,4 @@
-"""Settings common to nodes and gateways: addresses, limits, TLS, and callers."""
+"""Settings that nodes and gateways share: address, limits, TLS, and callers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_body_bytes: largest size of a request body in bytes, after decompression; a larger one is
     rejected.
     max_prompt_tokens: largest number of tokens of one prompt; a longer one is rejected.
-    max_work_bytes: largest sum of the bodies of all running requests in bytes; a request above it
-    is rejected with 503.
+    max_work_bytes: largest sum of the bodies of all running requests in bytes; a request that would
+    exceed it is rejected with 503.
     max_connections: largest number of connections; further ones are closed at once.
     idle_timeout_s: seconds after which a connection without a request is closed. The default is
     above the 60 s of common load balancers, so that the balancer closes an idle connection first.
@@ -85,7 +85,7 @@ class TlsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cert: file of the node's own certificate, with its chain; "" to serve without TLS.
     key: file of the certificate's key, if the key is not in `cert`.
     client_ca: file of the authorities that sign client certificates; every client must then have
-    such a certificate. "" to ask for none.
+    such a certificate. "" to accept clients without a certificate.
     reload_s: seconds between two checks for a change of the files.
     """
 
