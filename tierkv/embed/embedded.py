@@ -104,14 +104,18 @@ class Embedded:
     def service(self) -> Service:
         """The service.
 
-        Other threads may read its `planes`, `device` and `fingerprint`, and call nothing.
+        Other threads may read its `planes`, `device` and `fingerprint`, and must not call its
+        methods.
         """
         return self._thread.service
 
     # Finished calls
 
     def poll(self) -> list[Call[Any]]:
-        """Return calls that have finished since the last poll, except those with a read result."""
+        """Return calls that have finished since the last poll.
+
+        Calls whose result was already read are left out.
+        """
         return self._thread.exchange.poll()
 
     def wait(self, timeout_s: float) -> bool:
@@ -124,15 +128,15 @@ class Embedded:
 
     @property
     def calls(self) -> Exchange:
-        """The exchange, which has all calls that are not done or not collected."""
+        """The `Exchange` with all open calls."""
         return self._thread.exchange
 
     # Requests
 
     def lookup(self, tokens: Tokens | Prompt) -> Call[Lookup]:
-        """Return a call with the number of the prompt's cached tokens, by tier.
+        """Return a call whose result is the number of the prompt's cached tokens, by tier.
 
-        Nothing is changed, and no block is protected from eviction, so the answer may be outdated
+        The lookup changes nothing and protects no block from eviction: the result may be outdated
         at once.
         """
         prompt = _frozen(tokens)
@@ -150,9 +154,10 @@ class Embedded:
     ) -> Call[Admitted]:
         """Allocate device blocks for a request, and load the cached part of the prompt into them.
 
-        While too few blocks are free, requests wait in fair order. If some cached blocks cannot be
-        loaded, the request is admitted nevertheless, and `Admitted.failed_blocks` names them. After
-        a call that is refused or cancelled there is no such request, and it has no blocks.
+        While too few blocks are free, the request waits in the scheduler's queue. If some cached
+        blocks cannot be loaded, the request is admitted nevertheless, and `Admitted.failed_blocks`
+        names them. After a refused or cancelled call there is no such request, and no block is
+        allocated for it.
 
         Args:
             request_id: id of the request.
@@ -160,8 +165,8 @@ class Embedded:
             max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
             uses_cache: False to compute every token and cache none.
             priority: requests with a higher priority are admitted first.
-            until: LOADED if the call is done when the cached tokens are loaded, ADMITTED if when
-                the blocks are allocated.
+            until: LOADED: the call is done when the cached tokens are loaded. ADMITTED: the call is
+                done when the blocks are allocated.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -205,14 +210,14 @@ class Embedded:
 
         Args:
             request_id: id of the request.
-            ticket_id: id of the ticket, under which the other node publishes the prompt.
+            ticket_id: id under which the other node publishes the prompt.
             tokens: the prompt.
             max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
-            policy: WHOLE needs all tokens of the prompt; with RECOMPUTE `cached_tokens` may be
+            policy: WHOLE: all tokens of the prompt must arrive. RECOMPUTE: `cached_tokens` may be
                 fewer, and the engine computes the rest.
             deadline_s: seconds to wait for the ticket; None for the service's setting.
-            sampling: this engine's rules of choosing tokens, as for `publish`. A ticket with other
-                rules is refused as incompatible, and the error names the difference.
+            sampling: this engine's sampling settings, a text by name. A ticket that was published
+                with other settings is refused as incompatible, and the error names the difference.
 
         Returns:
             A call with the request's blocks and the ticket.
@@ -236,14 +241,14 @@ class Embedded:
         return self._thread.run("claim", work, request_id=request_id)
 
     def commit(self, request_id: str, tokens: Tokens, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Record that the request's blocks have the KV of `tokens`, or will once `after` is done.
+        """Record that the request's blocks have the KV of `tokens`, or will have it after `after`.
 
         The call is refused with TransferError if the load of an earlier cached token failed, which
         can happen with Until.ADMITTED: then call `recover`.
 
         Args:
             request_id: id of the request.
-            tokens: all tokens so far, from the prompt's first on.
+            tokens: all tokens of the request so far, from the prompt's first on.
             after: events of the kernels that write the blocks.
 
         Raises:
@@ -257,8 +262,8 @@ class Embedded:
     def extend(self, request_id: str, num_tokens: int) -> Call[Admitted]:
         """Allocate blocks for more tokens of a request; the result has the longer block table.
 
-        The call is refused with OutOfBlocksError if blocks are short and this is the request to
-        preempt.
+        If too few blocks are free, and the scheduler chooses this request as the one to preempt,
+        the call is refused with OutOfBlocksError.
 
         Args:
             request_id: id of a running request.
@@ -276,15 +281,15 @@ class Embedded:
         return self._in_turn("extend", request_id, work)
 
     def recover(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[Admitted]:
-        """Give a request other blocks after a failed load, and load tokens that are still cached.
+        """Replace a request's blocks after a failed load, and load tokens that are still cached.
 
         The engine computes from the result's `cached_tokens` on; tokens that were not committed are
-        lost. This is only needed with Until.ADMITTED: with Until.LOADED, `admit` does it. If the
-        call is refused, `abort` the request.
+        lost. Only Until.ADMITTED needs this: with Until.LOADED, `admit` does it. If the call is
+        refused, `abort` the request.
 
         Args:
             request_id: id of the request.
-            after: events of the kernels that may still use the blocks that the request had.
+            after: events of the kernels that may still use the request's old blocks.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -323,7 +328,8 @@ class Embedded:
         Args:
             request_id: id of the preempted request.
             max_new_tokens: number of tokens beyond the committed ones to reserve blocks for.
-            until: as for `admit`.
+            until: LOADED: the call is done when the cached tokens are loaded. ADMITTED: the call is
+                done when the blocks are allocated.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -349,15 +355,15 @@ class Embedded:
         """Store the committed prompt, and a ticket by which another node can claim it.
 
         `end` may be called at once: it waits for the publish. The call is refused with
-        DuplicateRequestError if a ticket of this id for another prompt is still valid.
+        DuplicateRequestError if nodes can still claim a different prompt by this ticket id.
 
         Args:
             request_id: id of the request.
             ticket_id: id of the ticket.
             first_tokens: the tokens that follow the prompt.
             after: events of the kernels that wrote the blocks.
-            sampling: the rules by which `first_tokens` were chosen, in the engine's own words. The
-                claimer's rules must be the same texts.
+            sampling: the sampling settings that chose `first_tokens`, a text by name. A claimer
+                must pass the same texts.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -379,7 +385,7 @@ class Embedded:
         return self._in_turn("publish", request_id, work)
 
     def end(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Release the request's blocks after all earlier calls about it.
+        """Release the request's blocks after all earlier calls about the request.
 
         Committed tokens stay cached.
 
@@ -426,7 +432,10 @@ class Embedded:
         return self.run("stats", work)
 
     def verify(self) -> Call[list[str]]:
-        """Recount slots, leases and tasks; the call's result has a sentence for each fault."""
+        """Recount slots, leases and tasks.
+
+        The call's result has a sentence for each error found.
+        """
 
         async def work(service: Service) -> list[str]:
             return service.verify()
@@ -434,7 +443,7 @@ class Embedded:
         return self.run("verify", work)
 
     def run(self, name: str, work: Callable[[Service], Awaitable[T]]) -> Call[T]:
-        """Run any other work on the service's thread, such as pins, resizing or a reset.
+        """Run work on the service's thread that has no method here: pins, resizing, a reset.
 
         Args:
             name: the call's name, for errors and traces.

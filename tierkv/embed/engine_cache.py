@@ -71,26 +71,27 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
-_LAST_REPORTS_S = 1.0  # ranks that are not closing do not answer at all
+_LAST_REPORTS_S = 1.0  # ranks that are not closing send no report
 _ID_BYTES = 4  # of a block or slot in a plan
 _MAX_CALLS = 1 << 20  # only this cache makes calls, and promises are bounded
 
 
 @dataclass(slots=True)
 class Found:
-    """The result of a lookup: the blocks that can be loaded. Immutable.
+    """The blocks that a lookup has found and that can be loaded. Immutable.
 
     Attributes:
-        num_tokens: number of tokens that can be loaded, beyond those that the engine has.
-        first_tokens: tokens that follow the prompt, from the ticket of a prompt that another node
-            computed.
-        problem: reason why there are not more tokens; None if nothing went wrong.
-        blocks: for each cache group, positions in the prompt of the blocks to load, counted in the
-            group's own block size.
-        num_there: number of the prompt's leading tokens on the host, including those that the
-            engine has.
-        storage_tokens: number of tokens at the end of those found that were fetched from storage
-            for this lookup; 0 if the cache has a NodeHost.
+        num_tokens: number of prompt tokens that can be loaded, after those that the engine has in
+            device blocks.
+        first_tokens: first output tokens, from the ticket of the node that computed the prompt; ()
+            without a ticket.
+        problem: the error because of which not more tokens were found; None without an error.
+        blocks: for each cache group, the numbers of the prompt's blocks to load. Block n has the
+            tokens from n * block_size on, with the group's own block size.
+        num_there: number of the prompt's leading tokens on the host, including tokens that the
+            engine has in device blocks, too.
+        storage_tokens: number of found tokens that this lookup fetched from storage (the last
+            ones). Always 0 with a `NodeHost`.
     """
 
     num_tokens: int
@@ -106,11 +107,14 @@ class Polled:
     """The copies and publishes that have ended since the last poll.
 
     Attributes:
-        loaded: keys of requests whose load has ended. Each comes with () after success; after a
-            failure, with the positions in the prompt of each group's blocks.
-        saved: keys of requests without a running save: their device blocks may be reused.
-        stored: by key, the number of blocks that lookups find from now on.
-        published: by key, the published ticket, or the error that prevented it.
+        loaded: (key, failed) for each request whose load has ended. After success, failed is ().
+            After a failure, failed has for each cache group the numbers of the load's blocks, none
+            of which may be used.
+        saved: keys of requests whose last running save has ended: their device blocks may be
+            reused.
+        stored: (key, n) for each save that has succeeded: lookups find its n blocks from now on.
+        published: (key, result) for each publish that has ended: the ticket, or the error that
+            prevented it.
     """
 
     loaded: list[tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=list)
@@ -120,12 +124,12 @@ class Polled:
 
 
 class LocalHost:
-    """The host tier in this process, on a thread of its own.
+    """The host tier of an `EngineCache` in this process, on a thread of its own.
 
     `NodeHost` has the same methods for a host tier in another process.
 
     Args:
-        build: makes the service, on the thread.
+        build: makes the service; called on the thread.
         sizes: cache groups and numbers of host slots.
         settings: limits of the host tier.
     """
@@ -136,7 +140,8 @@ class LocalHost:
         sizes: HostSizes,
         settings: EngineCacheSettings,
     ) -> None:
-        self.life: int | None = None  # none: the memory of ranks comes from this process
+        # No descriptor for ranks to keep open: this process owns the host memory.
+        self.life: int | None = None
         self._thread = ServiceThread(build, EmbedSettings(max_calls=_MAX_CALLS))
         self.calls = self._thread.exchange
         self._sizes = sizes
@@ -152,10 +157,10 @@ class LocalHost:
 
         Args:
             _fingerprint: ignored; `sizes` has the fingerprint.
-            _groups: ignored; `sizes` has the groups.
+            _groups: ignored; `sizes` has the cache groups.
 
         Raises:
-            ConfigError: a setting is wrong, or there is no room.
+            ConfigError: a setting is wrong, or there is too little memory.
             StoreUnavailableError: the store cannot be used.
         """
         self._thread.open()
@@ -192,21 +197,21 @@ class LocalHost:
         return self.calls.submit(method.__name__, "", work)
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the events of cached blocks since the last call."""
+        """Return the cache events (a block was stored, evicted ...) since the last call."""
         return self._side.take_events()
 
     @property
     def names(self) -> HostNames | None:
-        """The engine's names of the host blocks that are in the index.
+        """The engine's names of host blocks; None if no cache group has full attention.
 
-        None if no cache group is of full attention: then there is no index.
+        Only blocks of the first cache group of full attention have names here.
         """
         return self._side.names
 
     def close(self) -> None:
         """Release all blocks and slots of the engine, and end the thread.
 
-        The caller makes sure that the ranks have stopped copying.
+        Call it only after all ranks have stopped copying.
         """
         try:
             self.call(HostSide.give_back).wait(_CLOSE_S)
@@ -219,11 +224,11 @@ class _Part:
     """The blocks of one cache group that a plan copies.
 
     Attributes:
-        group: number of the group.
-        positions: position of each block in the prompt.
+        group: number of the cache group.
+        positions: number of each block in the prompt.
         blocks: device block of each.
         slots: host slot of each.
-        external_ids: the engine's name of each; () if the engine gives none.
+        external_ids: the engine's name of each; () if the engine passed no names.
     """
 
     group: int
@@ -245,23 +250,24 @@ class _RequestState:
     """State of one request of the engine.
 
     Attributes:
-        prompt: the prompt of its lookups.
-        ticket: id of the ticket whose prompt the lookups wait for; None without one.
-        call: the lookup that runs; None without one.
-        promise: the host blocks that are protected from eviction for its load; None without any.
-        nothing: the result of a lookup that found no block, which is returned again until
-            `asks_again_at`; None otherwise.
+        prompt: the prompt that the request looks up.
+        ticket: id of the ticket that the lookups wait for; None without one.
+        call: the running lookup; None without one.
+        promise: the host blocks that a lookup has found and protected from eviction; None without
+            any.
+        nothing: the result of the last lookup if it found no block. Lookups return it again,
+            without a search, until `asks_again_at`. None otherwise.
         asks_again_at: time of the monotonic clock, in seconds.
-        limit: largest number of tokens that lookups may find, set after a load of later tokens
-            failed; None for no limit.
-        saved: by cache group, the number of leading blocks of `saved_of` that are saved or being
-            saved.
-        saved_of: the prompt of its saves.
-        num_saves: number of saves that run.
+        limit: largest number of tokens that lookups may find, so that blocks whose load has failed
+            are not found again; None for no limit.
+        saved: by number of the cache group, how many leading blocks of `saved_of` are saved or
+            being saved.
+        saved_of: the prompt of the last save; None before the first.
+        num_saves: number of running saves.
         publish: the running publish; None without one.
         published: id of the last published ticket; None without one.
-        is_of_old: True if the cache was reset since the request began: no block of the request is
-            saved.
+        is_of_old: True if the cache was reset after the request began. No block of the request is
+            saved then.
     """
 
     prompt: Prompt
@@ -279,7 +285,7 @@ class _RequestState:
     is_of_old: bool = False
 
     def goes_on_with(self, prompt: Prompt) -> bool:
-        """Return True if `prompt` continues the saved prompt, or is a beginning of it."""
+        """Return True if `prompt` continues the prompt saved before, or is a beginning of it."""
         mine = self.saved_of
         if mine is None or mine is prompt:
             return True
@@ -296,10 +302,10 @@ class _RequestState:
         )
 
     def has_nothing_beyond(self, have_tokens: int) -> bool:
-        """Return True if the last lookup found nothing, and this still holds for the request.
+        """Return True if the last lookup found nothing, and a new search would find nothing either.
 
-        It no longer holds for a preempted request: the request has lost its own tokens, and the
-        host may have some of their blocks.
+        A new search is needed after `asks_again_at`. After a preemption it is needed at once: the
+        engine then has fewer tokens, and the host may have blocks of the lost ones.
         """
         nothing = self.nothing
         is_so = nothing is not None and have_tokens >= nothing.num_there
@@ -308,15 +314,15 @@ class _RequestState:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A running plan: copies for one request that the ranks carry out.
+    """A running plan, whose copies for one request the ranks carry out.
 
     Attributes:
         key: key of the request.
         known: state of the request.
         prompt: the prompt whose blocks are copied.
         plan: the plan that the ranks get.
-        parts: the plan's blocks, one entry for each cache group that has any.
-        missing: numbers of the ranks that have not reported the plan's end.
+        parts: the plan's blocks, with one entry for each cache group that has any.
+        missing: numbers of the ranks that have not reported the end of the plan.
         promise: the protected host blocks of a load; None for a save.
         problem: the first failure that a rank reported; None without one.
     """
@@ -334,9 +340,9 @@ class _Step:
 class EngineCache:
     """Host and storage tiers for an engine that owns its device blocks.
 
-    All methods but `open`, `close` and `read_events` must be called by one thread, that of the
-    engine's scheduler. They take microseconds and do no I/O. In all methods, `key` is the engine's
-    name of a request.
+    One thread, that of the engine's scheduler, must call all methods except `open`, `close` and
+    `read_events`. All methods except `open`, `close`, `wait` and `wait_for_lookup` return within
+    microseconds. In all methods, `key` is the engine's name of a request.
     """
 
     def __init__(  # noqa: PLR0913 - what a service is made of
@@ -361,23 +367,25 @@ class EngineCache:
         Args:
             fingerprint: identity of the engine's blocks; engines with equal fingerprints share
                 stored blocks.
-            groups: cache groups of the engine's layers, in the engine's order. The fingerprint's
-                layout, and the block size of every prompt, are those of the first group of full
-                attention.
+            groups: cache groups of the engine's layers, in the engine's order. The fingerprint must
+                have the layout of the first group of full attention, and every prompt that group's
+                block size.
             host_bytes: bytes of the host tier.
-            cache: rules of the tiers. Sizes in it are ignored: the host tier has `host_bytes`, and
-                there is no device tier.
-            node: connection to another process that has the host tier, the store, events and rules;
-                None to have them in this process.
-            store: makes the store, on the service's thread; returns None for a host tier alone.
-            planes: device blocks of a rank in this process; `poll` then collects the rank's
-                reports.
-            ranks: socket over which ranks in other processes get their host slots.
+            cache: rules of the tiers. Its sizes are ignored: `host_bytes` decides on the host tier,
+                and there is no device tier.
+            node: connection to another process with the host tier and the store; None to have both
+                in this process. With a node, `host_bytes`, `cache`, `store`, `handoff`, `kv_events`
+                and `name` are ignored.
+            store: returns the store, or None for no storage tier; called on the service's thread.
+            planes: device blocks of a rank in this process, whose reports `poll` then collects;
+                None if all ranks are in other processes.
+            ranks: socket over which ranks in other processes get the host memory; None without such
+                ranks.
             settings: limits of the host tier.
-            handoff: settings of tickets.
+            handoff: settings of hand-off to other nodes (tickets).
             storage: options of the storage tier.
-            kv_events: addresses at which events of cached blocks are published. The events carry
-                the engine's own hashes if the engine passes them as external ids.
+            kv_events: addresses at which cache events are published. The events have the engine's
+                own block hashes if the engine passes these as external ids.
             name: name of this node.
 
         Raises:
@@ -446,16 +454,16 @@ class EngineCache:
         self._steps: dict[int, _Step] = {}
         self._joined: dict[int, tuple[int, ...]] = {}  # by number of a joined plan, of its parts
         self._num_saving: Counter[str] = Counter()  # saves under way, by key
-        # By group: the device blocks that plans under way read or write; None: to be recounted.
+        # By cache group: device blocks that running plans read or write. None: must be recounted.
         self._touched: list[set[int]] | None = None
-        # By group: host slots for saves, taken.
+        # By cache group: host slots reserved for saves.
         self._reserve = [array("i") for _ in self.groups]
         self._wanted: Call[list[list[int]]] | None = None
-        # Copied blocks that `keep` does not know yet: key, prompt, blocks.
+        # Copied blocks that `HostSide.keep` was not called with yet: key, prompt, blocks.
         self._copied: list[tuple[str, tuple[Prompt, list[Copied]]]] = []
         # Names of copied blocks of the main group, by the call that lets lookups find them.
         self._keeping: dict[Call[Any], set[ExternalId | None]] = {}
-        # Names of the main group's blocks in saves under way, and how many of these have each.
+        # Names of the main group's blocks in running saves; the number of saves with each name.
         self._being_saved: Counter[ExternalId | None] = Counter()
         self._jobs: dict[Call[Any], list[str]] = {}  # the keys of each call
         self._polled = Polled()
@@ -473,10 +481,10 @@ class EngineCache:
         self.close()
 
     def open(self) -> None:
-        """Start the service's thread or connect to the node, and return when host memory is mapped.
+        """Start the service's thread or connect to the node, and map the host memory.
 
         Raises:
-            ConfigError: a setting is wrong, there is no room, or there is no node.
+            ConfigError: a setting is wrong, there is too little memory, or no node listens.
             StoreUnavailableError: the store cannot be used.
         """
         self._host.open(self._fingerprint, self.groups)
@@ -497,8 +505,8 @@ class EngineCache:
     def close(self) -> None:
         """Wait for running copies, release all blocks and memory, and end the thread.
 
-        Blocks that ranks have finished copying are kept, and stored if the store accepts them
-        within 5 s. Further calls do nothing.
+        Blocks that the ranks have copied are stored first, if the store accepts them within 5 s.
+        Further calls do nothing.
         """
         if not self._host.is_open:
             return
@@ -526,22 +534,25 @@ class EngineCache:
         promise_ttl_s: float | None = None,
         external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> Found | None:
-        """Return the tokens of `prompt` beyond `have_tokens` that can be loaded.
+        """Search host and storage for a request's blocks after its first `have_tokens` tokens.
 
-        The result is None while the search runs, or while too many host blocks are protected for
-        other requests: call again in the next step. A lookup needs no device block, and may find
-        the whole prompt. Found blocks stay on the host until they are loaded, `release` is called,
-        or `promise_ttl_s` is over.
+        A lookup needs no device block, and may find the whole prompt. Found blocks stay on the host
+        until they are loaded, `release` is called, or `promise_ttl_s` is over.
 
         Args:
             key: name of the request.
             prompt: prompt of the request.
             have_tokens: number of leading tokens that the engine has in device blocks.
-            ticket: id of a ticket to wait for, with all blocks that it names; None for no ticket.
-            promise_ttl_s: seconds for which found blocks are protected from eviction; None for the
-                setting.
+            ticket: id of a ticket: the search waits for the ticket and the blocks that it names.
+                None to wait for no ticket.
+            promise_ttl_s: seconds for which found blocks are protected from eviction; None for
+                `EngineCacheSettings.promise_ttl_s`.
             external_ids: for each cache group, the engine's names of the prompt's blocks from the
-                first on; they are copied into the events about blocks that this lookup fetches.
+                first on. Events about blocks that this lookup fetches carry these names.
+
+        Returns:
+            The found blocks. None while the search runs, or waits because too many host blocks are
+                protected for other requests: call again in the next step.
 
         Raises:
             BadRequestError: external ids are not given for each cache group.
@@ -593,10 +604,9 @@ class EngineCache:
         promise_ttl_s: float,
         names: Sequence[Sequence[ExternalId | None]],
     ) -> HostPromise | None:
-        """Return the host blocks that a request's lookup has found and protected from eviction.
+        """Return the found host blocks; None while the lookup runs, and after it has failed.
 
-        The result is None while the lookup runs, and after a failed lookup; `known.nothing` then
-        has the reason.
+        After a failure, `known.nothing` has the reason.
         """
         call = known.call
         if call is None:
@@ -615,7 +625,7 @@ class EngineCache:
             return None
 
     def wait_for_lookup(self, key: str, timeout_s: float) -> None:
-        """Block until a lookup has an answer, for an engine that has nothing else to do.
+        """Block until a lookup has an answer. For an engine that has nothing else to do.
 
         Args:
             key: key of the request, as given to `lookup`.
@@ -623,26 +633,26 @@ class EngineCache:
         """
         known = self._known.get(key)
         if known is not None and known.call is not None:
-            with suppress(TierKVError):  # late, or refused: `lookup` says so
+            with suppress(TierKVError):  # too late or refused: `lookup` returns the reason
                 known.call.wait(timeout_s)
 
     @property
     def sees_host(self) -> bool:
-        """True if `num_on_host` and `num_saved` can be called.
+        """True if `num_on_host` and `num_saved` count blocks; otherwise both return 0.
 
-        False if the host tier is in another process, or if no cache group is of full attention.
+        False if the host tier is in another process, or if no cache group has full attention.
         """
         return self._host.names is not None
 
     def num_on_host(self, names: Sequence[ExternalId]) -> int:
         """Return the number of a prompt's leading blocks that are on the host now.
 
-        The answer does not wait for the service's thread. Only blocks whose name was passed to
-        `save` or `name_blocks` are counted.
+        The method does not wait for the service's thread. A block counts only if its name was
+        passed to `save`, to the `lookup` that fetched it, or to `name_blocks`.
 
         Args:
-            names: the engine's names of the prompt's blocks in the first group of full attention,
-                from the first block on.
+            names: the engine's names of the prompt's blocks in the first cache group of full
+                attention, from the first block on.
         """
         known, keeping = self._host.names, self._keeping
         if known is None:
@@ -656,9 +666,11 @@ class EngineCache:
     def num_saved(self, names: Sequence[ExternalId]) -> int:
         """Return the number of a prompt's leading blocks that are on the host or being saved.
 
+        As in `num_on_host`, a block counts only if the engine has passed its name.
+
         Args:
-            names: the engine's names of the prompt's blocks in the first group of full attention,
-                from the first block on.
+            names: the engine's names of the prompt's blocks in the first cache group of full
+                attention, from the first block on.
         """
         known, keeping, being_saved = self._host.names, self._keeping, self._being_saved
         if known is None:
@@ -673,12 +685,14 @@ class EngineCache:
         )
 
     def name_blocks(self, prompt: Prompt, names: Sequence[ExternalId | None]) -> None:
-        """Record names of a prompt's blocks that were fetched from storage, for `num_on_host`.
+        """Record the engine's names of a prompt's host blocks, so that `num_on_host` counts them.
+
+        Only blocks that were fetched from storage without a name need this.
 
         Args:
             prompt: the prompt.
-            names: the engine's names of the prompt's blocks in the first group of full attention,
-                from the first block on.
+            names: the engine's names of the prompt's blocks in the first cache group of full
+                attention, from the first block on; None for a block without a name.
         """
         self._host.call(HostSide.name_blocks, prompt, names)
 
@@ -692,23 +706,24 @@ class EngineCache:
     ) -> Plan | None:
         """Return a plan that copies the host blocks found by `lookup` into device blocks.
 
-        Each lookup allows one load. A partial block is copied as a whole block, of which only the
-        first tokens are right.
+        After one lookup, one load is possible. A partial block is copied as a whole block, in which
+        only the prompt's tokens are valid.
 
         Args:
             key: key of the request.
-            block_ids: for each cache group, the engine's device blocks for the positions from
-                `first_blocks` on, NO_BLOCK for a position that is not to be loaded. `Found.blocks`
-                has the positions that can be loaded.
-            first_blocks: for each cache group, the position of its first entry; () for 0 in all
-                groups.
+            block_ids: for each cache group, the device block for each of the prompt's blocks from
+                `first_blocks` on; NO_BLOCK for a block that is not to be loaded. `Found.blocks`
+                lists the blocks that can be loaded.
+            first_blocks: for each cache group, the number of the prompt's block that its first
+                entry stands for; () for 0 in all groups.
 
         Returns:
-            None if the found blocks are no longer protected, or there is nothing to load.
+            The plan, for the ranks; None if the found blocks are no longer protected, or there is
+                nothing to load.
 
         Raises:
             DeviceFailedError: a rank is lost.
-            BadRequestError: `lookup` did not find a block at one of the positions.
+            BadRequestError: `lookup` did not find one of the blocks.
         """
         self._check_ranks()
         known = self._known.get(key)
@@ -749,32 +764,33 @@ class EngineCache:
         """Return a plan that copies computed blocks of `prompt` to the host.
 
         A partial last block is copied too. Lookups find the blocks once the copies are done. Blocks
-        that this request has saved before are skipped, so a caller may pass all its blocks in each
+        that this request has saved before are skipped, which lets a caller pass all blocks in each
         step. If there is no free host slot for a block, neither this block nor later blocks of its
-        group are saved. A key whose new prompt and saved prompt differ within their common length
-        counts as a new request: the old request is released first.
+        cache group are copied now. If `prompt` differs from the prompt saved before under this key
+        within their common length, the call begins a new request: the old one is released first.
 
         Args:
             key: key of the request.
             prompt: the tokens of the blocks.
-            block_ids: for each cache group, the engine's device blocks for the positions from
-                `first_blocks` on, NO_BLOCK for a position without a block.
-            first_blocks: for each cache group, the position of its first entry; () for 0 in all
-                groups.
+            block_ids: for each cache group, the device block for each of the prompt's blocks from
+                `first_blocks` on; NO_BLOCK where there is none.
+            first_blocks: for each cache group, the number of the prompt's block that its first
+                entry stands for; () for 0 in all groups.
             ticket: id under which the prompt is published to other engines; None to publish
                 nothing. Other engines can fetch saved blocks while the rest is computed. The save
-                that reaches the prompt's end in the first group of full attention is the last one,
-                and `poll` then returns the ticket.
-            first_tokens: tokens that follow the prompt, given with the last save.
-            external_ids: for each cache group, the engine's name of each of its entries; they are
-                copied into events.
+                that reaches the prompt's end in the first cache group of full attention ends the
+                publish, and `poll` then returns the ticket.
+            first_tokens: first output tokens; only the save that reaches the prompt's end needs
+                them.
+            external_ids: for each entry of `block_ids`, the engine's name of the block; events
+                about the block carry the name.
 
         Returns:
-            None if there is nothing to copy.
+            The plan, for the ranks; None if there is nothing to copy.
 
         Raises:
             DeviceFailedError: a rank is lost.
-            BadRequestError: the blocks do not fit the prompt or the groups.
+            BadRequestError: the blocks do not fit the prompt or the cache groups.
         """
         self._check_ranks()
         given = self._given(block_ids, first_blocks)
@@ -851,7 +867,10 @@ class EngineCache:
         positions: Sequence[int],
         blocks: array[int],
     ) -> _Part | None:
-        """Return one group's blocks to copy, with reserved host slots; None if there are none."""
+        """Return one cache group's blocks to copy, with reserved host slots.
+
+        None if there are none.
+        """
         full = prompt.num_tokens // self.groups[group].block_size
         saved = known.saved.get(group, 0)
         if positions[0] < saved:
@@ -869,13 +888,13 @@ class EngineCache:
         return _Part(group, positions[:count], blocks[:count], slots)
 
     def join(self, plans: Sequence[Plan]) -> Plan:
-        """Return one plan with the copies of all the given saves, to be given to the ranks instead.
+        """Return one plan for the ranks that replaces all the given plans of saves.
 
-        Ranks start one large copy faster than many small ones. If the copy fails, all of the saves
-        have failed.
+        Ranks start one large copy faster than many small ones. If it fails, all of these saves have
+        failed.
 
         Args:
-            plans: one or more plans of `save` that have not been joined or given to a rank before.
+            plans: one or more plans of `save` that were not joined before and that no rank has.
         """
         if len(plans) == 1:
             return plans[0]
@@ -940,10 +959,10 @@ class EngineCache:
         return first + len(block_ids[main]) >= prompt.num_blocks + bool(prompt.tail_tokens)
 
     def cancel(self, plan: Plan) -> None:
-        """Cancel a plan that was given to no rank.
+        """Cancel a plan that no rank has received.
 
-        Blocks of a cancelled load may be looked up again, blocks of a cancelled save may be saved
-        again.
+        The blocks of a cancelled load can be looked up again, and those of a cancelled save can be
+        saved again.
         """
         step = self._steps.pop(plan.number, None)
         if step is None:
@@ -956,9 +975,9 @@ class EngineCache:
             self._save_over(step)
 
     def fence(self, block_ids: Iterable[int], group: int | None = None) -> tuple[int, ...]:
-        """Return the device blocks among `block_ids` that a running plan still reads or writes.
+        """Return those device blocks of `block_ids` that a running plan still reads or writes.
 
-        The other blocks may be reused.
+        The engine may reuse the remaining ones.
 
         Args:
             block_ids: device blocks to check.
@@ -974,9 +993,9 @@ class EngineCache:
         return tuple(block for block in block_ids if any(block in one for one in touched))
 
     def release(self, key: str) -> None:
-        """Release everything that the cache has for a request. Further calls do nothing.
+        """Forget a request: end its lookup, unprotect found blocks, and fail an unfinished publish.
 
-        Running saves continue, and their blocks stay cached.
+        Running saves continue, and their blocks stay cached. Further calls do nothing.
         """
         self._release(key, "the request ended before its whole prompt was saved")
 
@@ -990,7 +1009,7 @@ class EngineCache:
         self._end_lookup(known)
 
     def end_lookup(self, key: str) -> None:
-        """Stop protecting the blocks that a request's lookup has found.
+        """Cancel a request's lookup, and stop protecting the blocks that it has found.
 
         The request's saves and its publish continue.
         """
@@ -1011,7 +1030,7 @@ class EngineCache:
         """Return the copies and publishes that have ended since the last call.
 
         Args:
-            finished: reports of ranks in other processes about plans that they have finished.
+            finished: reports of ranks in other processes about plans that have ended there.
         """
         for report in finished:
             self._report(report)
@@ -1030,7 +1049,7 @@ class EngineCache:
         polled, self._polled = self._polled, Polled()
         return polled
 
-    # What is known of all
+    # Calls about no single request
 
     def hold_calls(self) -> None:
         """Collect later calls to the service's thread until `flush` sends them together.
@@ -1046,7 +1065,8 @@ class EngineCache:
     def wait(self, timeout_s: float) -> bool:
         """Block until a call to the service has been answered, or for `timeout_s` seconds.
 
-        Meant for an engine that has nothing else to do. Call `poll` before.
+        For an engine that has nothing else to do. Call `poll` first: answers that it has not
+        collected end the wait at once.
 
         Returns:
             True if a call has been answered.
@@ -1054,9 +1074,9 @@ class EngineCache:
         return self._host.calls.wait(timeout_s)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record the engine's speed.
+        """Record how long the engine took to compute prompt tokens.
 
-        Later lookups compare the time of fetching with that of computing.
+        From this speed, later lookups decide if fetching blocks from storage is worth the wait.
 
         Args:
             num_tokens: number of prompt tokens computed.
@@ -1065,20 +1085,23 @@ class EngineCache:
         self._host.call(HostSide.note_prefill, num_tokens, seconds)
 
     def keep_session(self, session: str, prompt: Prompt, ttl_s: float) -> None:
-        """Evict the blocks of a conversation's last turn after all other host blocks, for a time.
+        """Mark the blocks of a conversation: they are evicted after all other host blocks.
 
         Args:
             session: id of the conversation.
-            prompt: the turn's prompt and answer, which were saved before.
-            ttl_s: seconds until the blocks are evicted like others; 0 to end the session now.
+            prompt: the last turn's prompt and answer, whose blocks were saved before.
+            ttl_s: seconds until the mark ends; 0 to end it now.
         """
         self._host.call(HostSide.keep_session, session, prompt, ttl_s)
 
     def read_events(self) -> list[CacheEvent]:
-        """Return the events of cached blocks since the last call. Thread-safe.
+        """Return the cache events since the last call. Thread-safe.
 
-        Events are numbered. If there were too many, the oldest are missing, and the numbers have a
-        gap.
+        Events are numbered. Beyond 4,096 unread events the oldest are dropped, which leaves a gap
+        in the numbers.
+
+        Raises:
+            BadRequestError: the host tier is in another process, which publishes the events.
         """
         return self._host.take_events()
 
@@ -1088,9 +1111,9 @@ class EngineCache:
     def reset(self) -> Call[int]:
         """Remove from the host all blocks that no request uses.
 
-        Stored values stay in storage. The results of running saves are thrown away, and nothing
-        more is saved for a request that has looked up or saved before, until the engine releases
-        that request. Tickets of such requests are not published.
+        Stored values stay in storage. Blocks of running saves are dropped. A request that has
+        looked up or saved before the reset saves nothing more until the engine releases it, and its
+        ticket is not published.
 
         Returns:
             A call whose result is the number of blocks left on the host.
@@ -1108,10 +1131,10 @@ class EngineCache:
         return self._host.call(HostSide.forget)
 
     def verify(self) -> Call[list[str]]:
-        """Recount host slots, leases, and blocks protected for loads.
+        """Compare a recount of host slots, leases and protected blocks with the cache's own counts.
 
         Returns:
-            A call whose result is a sentence for each fault; [] if the counts are right.
+            A call whose result has a sentence for each difference; [] if there is none.
         """
         return self._host.call(HostSide.verify)
 
@@ -1125,7 +1148,7 @@ class EngineCache:
         parts: list[_Part],
         promise: HostPromise | None = None,
     ) -> Plan:
-        """Make the plan of a load or a save, and expect each rank's report of it."""
+        """Make the plan of a load or a save, which runs until every rank has reported its end."""
         blocks = b"".join([part.blocks for part in parts])
         slots = b"".join([part.slots for part in parts])
         counts: tuple[int, ...] = ()
@@ -1147,10 +1170,7 @@ class EngineCache:
             raise DeviceFailedError(failure)
 
     def _fail_lost(self, lost: dict[int, str]) -> None:
-        """Count the plans that lost ranks cannot finish as failed.
-
-        `lost` has the reason by rank.
-        """
+        """End the running plans of lost ranks as failed; `lost` has the reason by rank."""
         for step in list(self._steps.values()):
             for rank in step.missing & lost.keys():
                 self._report(Finished(step.plan.number, rank, lost[rank]))
@@ -1203,17 +1223,17 @@ class EngineCache:
         self._save_over(step)
 
     def _not_saved(self, step: _Step) -> None:
-        """Free the host slots of a save that failed; the next save copies its blocks again."""
+        """Put the host slots of a failed save back into the reserve.
+
+        The next save copies its blocks.
+        """
         saved = step.known.saved
         for part in step.parts:
             self._reserve[part.group].extend(part.slots)
             saved[part.group] = min(saved.get(part.group, 0), part.positions[0])
 
     def _names_in(self, parts: Sequence[_Part]) -> list[ExternalId | None]:
-        """Return the engine's names of those blocks in `parts` that are in the main group.
-
-        The main group is the first cache group of layers with full attention.
-        """
+        """Return the engine's names of the blocks in the first cache group of full attention."""
         of_main = [part.external_ids for part in parts if part.group == self._main]
         return [name for names in of_main for name in names if name is not None]
 
@@ -1231,7 +1251,7 @@ class EngineCache:
             self._polled.saved.append(step.key)
 
     def _finish_if_saved(self, known: _RequestState) -> None:
-        """Publish the ticket of a request, if its whole prompt is saved and no save runs."""
+        """Publish a request's ticket if its whole prompt is saved, and no save of it still runs."""
         publish = known.publish
         if publish is None or publish.first_tokens is None or known.num_saves:
             return
@@ -1241,7 +1261,7 @@ class EngineCache:
         self._host.call(HostSide.finish, number, first_tokens)
 
     def _keep_copied(self) -> None:
-        """Let lookups find the blocks that were copied since the last call."""
+        """Make the blocks that were copied since the last call visible to lookups."""
         if self._copied:
             copied, self._copied = self._copied, []
             call = self._host.call(HostSide.keep, [what for _, what in copied])
@@ -1294,10 +1314,10 @@ class EngineCache:
 def _slices_of(
     whole: Layout, shards: Sequence[Layout], storage: StorageOptions | None
 ) -> Sequence[Layout]:
-    """Return the ranks' layouts if a block is stored in one part per rank, otherwise ().
+    """Return the ranks' layouts if storage has a separate value for each rank's part of a block.
 
-    The result is () if a block of `whole` is already the ranks' parts side by side, or if each rank
-    has the whole block.
+    The result is () if one stored value has the whole block: the ranks' parts are side by side in
+    it, or each rank has all of it.
     """
     if len(shards) < 2 or whole.digest in (shards[0].digest, side_by_side(shards).digest):  # noqa: PLR2004 - one rank has all
         return ()

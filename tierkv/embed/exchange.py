@@ -33,13 +33,13 @@ class AbortedError(TierKVError):
 class Answer(Enum):
     """The state of a call."""
 
-    READY = "ready"  # `result()` is there
-    ASK_AGAIN = "ask_again"  # not yet: look again in the next step
-    REFUSED = "refused"  # `error` says why; there will be no result
+    READY = "ready"  # `result()` returns the result
+    ASK_AGAIN = "ask_again"  # not done yet: ask again in the next step
+    REFUSED = "refused"  # `error` has the reason; there is no result
 
 
 class Call(Generic[T]):
-    """One call to the service, and later its result. Any thread may read it.
+    """A call to the service's thread, and its result once it is done. Any thread may read it.
 
     Attributes:
         number: number of the call in its exchange.
@@ -70,7 +70,9 @@ class Call(Generic[T]):
         return self.answer is not Answer.ASK_AGAIN
 
     def result(self) -> T:
-        """Return the result of a finished call. `poll` does not return this call any more.
+        """Return the result of a finished call.
+
+        After that, `poll` does not return the call any more.
 
         Raises:
             TierKVError: the call was refused with this error.
@@ -129,17 +131,20 @@ class Call(Generic[T]):
         return self.result()
 
     def when_done(self, wake: Callable[[], None]) -> None:
-        """Call `wake` once the call is done, at once if it is done already.
+        """Call `wake` once the call is done, or now if it is done already.
 
         Args:
-            wake: must be quick and must not raise. Called on this thread or on the service's.
+            wake: must be quick and must not raise; called on this thread or on the service's.
         """
         self._callbacks.append(wake)
         if self.is_done:
             self.run_callbacks()
 
     def cancel(self) -> None:
-        """Cancel the call, unless it is done; everything that it has acquired is released."""
+        """Ask for a cancellation, unless the call is done.
+
+        A cancelled call releases the blocks and slots that it has acquired.
+        """
         self._exchange.cancel(self)
 
     def settle(self, result: T | None, error: TierKVError | None) -> None:
@@ -155,7 +160,7 @@ class Call(Generic[T]):
         self.run_callbacks()
 
     def run_callbacks(self) -> None:
-        """Run each callback given to `when_done` once, on the first thread that calls this."""
+        """Run the callbacks given to `when_done` that no thread has run yet."""
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()
@@ -175,9 +180,9 @@ class Exchange:
 
     Attributes:
         failure: error with which new calls are refused; None while calls are accepted.
-        holds: True to collect new calls until `flush` sends them. The service's thread is then
-            woken once in a step of the engine instead of once for each call (30 us each). A method
-            that waits for a call sends them first.
+        holds: True to collect new calls until `flush` sends them together. The service's thread is
+            then woken once in a step of the engine, instead of once for each call (30 us each). A
+            method that waits for a call sends the collected calls first.
 
     Args:
         max_calls: number of open calls beyond which new calls are refused.
@@ -207,7 +212,7 @@ class Exchange:
         Args:
             kind: name of the method that makes the call.
             request_id: id of the request that the call is about; "" for none.
-            work: what the service's thread does for the call.
+            work: function that carries out the call on the service's thread.
         """
         call: Call[Any] = Call(self, next(self._numbers), kind, request_id)
         if self.failure is not None:
@@ -224,9 +229,7 @@ class Exchange:
         self._inbox.append((call, work))
         if not self.holds:
             self._wake()
-        if (
-            self.failure is not None
-        ):  # the service ended in between, perhaps without seeing this call
+        if self.failure is not None:  # the service ended meanwhile, perhaps without this call
             self.finish(call, error=self.failure)
         return call
 
@@ -238,7 +241,7 @@ class Exchange:
     def poll(self) -> list[Call[Any]]:
         """Return the calls that have finished since the last poll, in the order of their ends.
 
-        Calls whose result was read are not among them. Never blocks.
+        Calls whose result was already read are left out. Never blocks.
         """
         if not self._finished:
             return []
@@ -288,7 +291,7 @@ class Exchange:
     def finish(
         self, call: Call[Any], *, result: object = None, error: TierKVError | None = None
     ) -> None:
-        """Answer a call from any thread; only the first answer counts.
+        """Set the answer of a call, from any thread. Only the first answer of a call counts.
 
         Args:
             call: the call to answer.
@@ -297,7 +300,7 @@ class Exchange:
         """
         if self._pending.pop(call.number, None) is None:
             return
-        self._finished[call.number] = call  # before it is done, so that taking it removes it
+        self._finished[call.number] = call  # first: reading the result removes it
         call.settle(result, error)
         self._bell.set()
 
@@ -306,14 +309,17 @@ class Exchange:
         return list(self._pending.values())
 
     def refuse(self, error: TierKVError) -> None:
-        """Make every new call fail with `error`; running calls continue."""
+        """Make every new call fail with `error`; running calls continue.
+
+        If new calls were refused before, the first error remains.
+        """
         if self.failure is None:
             self.failure = error
 
     def fail(self, error: TierKVError) -> None:
         """Refuse with `error` every call without an answer, and every later call.
 
-        If `refuse` was called before, later calls keep its error.
+        If `refuse` was called before, later calls fail with the error given to it.
         """
         self.refuse(error)
         for call in self.pending():

@@ -107,8 +107,8 @@ class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
     Attributes:
         fingerprint: identity of the engine's blocks.
         groups: the engine's cache groups.
-        name: name for log lines.
-        key: token that admits the engine; "" without one.
+        name: name of the engine, for log lines.
+        key: an admin's token, for a node with an auth file; "" without one.
     """
 
     fingerprint: Fingerprint
@@ -118,10 +118,10 @@ class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
 
 
 class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
-    """The node's answer to an engine: sizes of the host slots, with file descriptors of the memory.
+    """The node's answer to an accepted engine: sizes of the host slots, and their memory.
 
-    There is one file descriptor for each cache group, and one for an end of a socket pair: a
-    process that may copy keeps this end open.
+    With the record come one file descriptor for the memory of each cache group, and one for an end
+    of a socket pair. Every process of the engine that may copy keeps this end open.
 
     Attributes:
         num_slots: by cache group, the number of host slots.
@@ -229,14 +229,14 @@ def _memory(record: bytes, num_descriptors: int) -> NodeMemory:
 class NodeHost:
     """The connection of one engine to a node with the host tier, for `EngineCache(node=...)`.
 
-    Results of calls come later, as with `LocalHost`. Loads and saves are planned in this process,
-    without a call.
+    Calls to the node are answered later. Loads and saves are planned in this process, without a
+    call.
 
     Args:
-        path: path of the node's socket, its `node.engine_socket`.
+        path: path of the node's socket, its setting `node.engine_socket`.
         name: name of this engine in the node's log lines.
-        key: an admin's token, if the node has an auth file.
-        deadline_s: seconds to wait for the node to appear.
+        key: an admin's token, if the node has an auth file; "" otherwise.
+        deadline_s: seconds to wait for the node to listen.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class NodeHost:
         self.calls = Exchange(_MAX_CALLS, self._wake)
         self._numbers: dict[object, int] = {}
         self._promised: dict[int, tuple[HostPromise, float]] = {}  # and when it expires
-        self._asked: dict[int, tuple[Call[Any], float]] = {}  # and when what comes expires
+        self._asked: dict[int, tuple[Call[Any], float]] = {}  # and the expiry of its promise
         self._open = ExitStack()
         self._is_open = False
         self._thread: threading.Thread | None = None
@@ -263,10 +263,10 @@ class NodeHost:
 
         Args:
             fingerprint: identity of the engine's blocks.
-            groups: its cache groups.
+            groups: the engine's cache groups.
 
         Raises:
-            ConfigError: there is no such node, or its blocks have another fingerprint.
+            ConfigError: no node listens, or the node refuses this engine.
         """
         link = self._reach()
         self._open.callback(link.close)
@@ -324,7 +324,7 @@ class NodeHost:
         Args:
             method: an asynchronous method of `HostSide`.
             args: arguments of the method.
-            named: must be empty.
+            named: must be empty; arguments are passed by position only.
 
         Returns:
             The call, whose result comes later.
@@ -346,7 +346,7 @@ class NodeHost:
         return self.calls.submit(name, "", frame)
 
     def take_events(self) -> list[CacheEvent]:
-        """Raise an error: only the node has events, because all engines share its blocks.
+        """Raise an error: the node publishes the events of its blocks, which all engines share.
 
         Raises:
             BadRequestError: always.
@@ -361,12 +361,12 @@ class NodeHost:
 
         The node then releases this engine's blocks.
 
-        The caller makes sure that the ranks of this process have stopped copying.
+        Call it only after the ranks in this process have stopped copying.
         """
         if self._thread is None:
             return
         deadline = time.monotonic() + _GRACE_S
-        for call in self.calls.pending():  # saved blocks are to be kept
+        for call in self.calls.pending():  # calls that keep copied blocks
             with suppress(TierKVError):
                 call.wait(max(deadline - time.monotonic(), 0.0))
         self.calls.refuse(ShuttingDownError("this engine's cache is closed"))
@@ -459,8 +459,9 @@ class EngineListener:
     """The socket by which engines on this machine reach this node's host tier.
 
     Args:
-        path: path of the socket; only processes of this user can open it.
-        why_not: called with an engine's key; returns why the engine is not accepted, "" if it is.
+        path: path of the socket; only processes of this user can connect.
+        why_not: called with an engine's key; returns the reason to refuse the engine, or "" to
+            accept it.
     """
 
     def __init__(self, path: str, why_not: Callable[[str], str] = lambda _: "") -> None:
@@ -468,7 +469,7 @@ class EngineListener:
         self._why_not = why_not
         self._first: tuple[socket.socket, EngineHello] | None = None
         self._numbers = itertools.count(1)
-        self._num_here = 0  # engines that have not given all back
+        self._num_here = 0  # engines whose slots are not all released
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -501,12 +502,12 @@ class EngineListener:
     ) -> AsyncIterator[None]:
         """Answer engines during the body.
 
-        Refuse those with another fingerprint than that of `sizes`.
+        Engines with a fingerprint other than that of `sizes` are refused.
 
         Args:
-            side: the host tier that engines use.
-            sizes: fingerprint, groups and numbers of slots of the tier.
-            settings: limits for all engines together.
+            side: the host tier that the engines use.
+            sizes: fingerprint, cache groups and numbers of slots of the tier.
+            settings: limits; the slots reserved for saves are divided among the engines.
         """
         self._sizes, self._settings = sizes, settings
         async with task_group() as group:
@@ -557,9 +558,9 @@ class EngineListener:
         return hello
 
     async def _serve(self, come: tuple[socket.socket, EngineHello], side: HostSide) -> None:
-        """Answer one engine's calls until it has ended and none of its processes can copy any more.
+        """Answer an engine's calls.
 
-        All blocks and slots of the engine are released then.
+        Release its blocks once none of its processes can copy any more.
         """
         (end, hello), loop = come, asyncio.get_running_loop()
         try:
@@ -591,17 +592,16 @@ class EngineListener:
             finally:
                 writer.close()
             log.info("engine %s disconnected; its ranks may still copy", hello.name)
-            with suppress(ConnectionError):  # as its end
-                await loop.sock_recv(
-                    mine, 1
-                )  # ends when the last process has closed its descriptor
+            with suppress(ConnectionError):  # also means that the end is closed
+                # Returns when the last process has closed its end.
+                await loop.sock_recv(mine, 1)
             await asyncio.sleep(_SETTLE_S)
             await engine.give_back()
             self._num_here -= 1
             log.info("engine %s ended, and its slots and promises were released", hello.name)
 
     def _share(self) -> list[int]:
-        """Return by group the number of host slots that one engine may have ready for saves now."""
+        """Return, by cache group, the slots that one engine may have reserved for saves now."""
         return self._sizes.max_reserved(self._settings, self._num_here)
 
     def _welcome(
@@ -611,10 +611,7 @@ class EngineListener:
         theirs: socket.socket,
         max_reserved: Sequence[int],
     ) -> bool:
-        """Send an engine the host memory or a refusal.
-
-        Return False if it was refused or has ended.
-        """
+        """Send an engine the host memory or a refusal; return True if it received the memory."""
         end, hello = come
         link, sizes = Link(end), self._sizes
         hosts = [host for host in side.slots if isinstance(host, SharedSlots)]
@@ -640,7 +637,7 @@ class EngineListener:
 
 
 def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
-    """Return why this tier cannot take blocks with the fingerprint `theirs`; "" if it can."""
+    """Return why an engine with the fingerprint `theirs` is refused; "" if it is accepted."""
     if mine.root() == theirs.root():
         return ""
     had, asked = mine.readable(), theirs.readable()
@@ -660,11 +657,11 @@ class _Engine:
 
     Args:
         number: number of the connection.
-        name: the engine's name for log lines.
+        name: the engine's name, for log lines.
         side: the host tier.
-        allowed: by cache group, the number of slots for saves that the engine may have reserved, as
-            last sent to it.
-        share: returns the current numbers.
+        allowed: by cache group, the number of slots that the engine may have reserved for saves, as
+            last sent to the engine.
+        share: returns the number, by cache group, that the engine may have reserved now.
     """
 
     def __init__(
@@ -774,7 +771,10 @@ class _Engine:
         return _packed(result, self._numbers)
 
     async def _reserve(self, counts: Sequence[int]) -> list[Any]:
-        """Return by group the slots for saves, and the number that the engine may now have."""
+        """Reserve slots for saves.
+
+        Return them, and the new limits of reserved slots, by cache group.
+        """
         before, self._allowed = self._allowed, self._share()
         parts = zip(counts, before, self._allowed, strict=True)
         found = await self._side.reserve([count + now - then for count, then, now in parts])
@@ -791,14 +791,14 @@ class _Engine:
         return [number, promise.num_tokens, _packed(promise.parts, {}), ticket, promise.problem]
 
     async def give_back(self) -> None:
-        """Release all blocks and slots of the engine. None of its processes may copy any more."""
+        """Release all blocks and slots of the engine. No process of the engine may still copy."""
         for held in list(self._known.values()):
             await self._side.free(held)
         await self._side.give(self._lent)
 
 
 def _all_copied(args: list[Any]) -> list[Copied]:
-    """Return the copied blocks of all prompts from the arguments of `HostSide.keep`."""
+    """Return the copied blocks of all prompts in the arguments of a call of `HostSide.keep`."""
     return [some for _, copied in args[0] for some in copied]
 
 
@@ -810,7 +810,7 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
 
 
 def _send(writer: asyncio.StreamWriter, answer: list[Any]) -> None:
-    if not writer.is_closing():
+    if not writer.is_closing():  # uvloop raises at a write to a closed connection
         data = msgspec.msgpack.encode(answer)
         writer.write(_LENGTH.pack(len(data)) + data)
 
@@ -818,11 +818,11 @@ def _send(writer: asyncio.StreamWriter, answer: list[Any]) -> None:
 class ExternalEngines:
     """The engines that connect to a node without an engine of its own.
 
-    The fingerprint of the first engine to connect decides which blocks the host tier has.
+    The first engine to connect decides the fingerprint of the blocks in the host tier.
 
     Args:
         listener: the socket for engines.
-        sizes: fingerprint, groups and numbers of slots of the host tier.
+        sizes: fingerprint, cache groups and numbers of slots of the host tier.
     """
 
     def __init__(self, listener: EngineListener, sizes: HostSizes) -> None:

@@ -1,8 +1,8 @@
 """The blocks of one cache group on the host and in storage, found by key.
 
-The index (a radix tree) has only the blocks of the first group of full attention. Every other group
-(sliding windows, recurrent states, further full attention) has a tier of this kind. All code here
-runs on the service's event loop.
+The index (a radix tree) has only the blocks of the first cache group of full attention. Every other
+cache group (sliding windows, recurrent states, further full attention) has a `GroupTier`. All code
+here runs on the service's event loop.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def group_fingerprint(whole: Fingerprint, number: int, group: CacheGroup) -> Fin
 
     Args:
         whole: the engine's fingerprint.
-        number: number of the group.
-        group: the group; its layout replaces that of `whole`.
+        number: number of the cache group.
+        group: the cache group; its layout replaces that of `whole`.
     """
     return replace(whole, layout=group.layout, group=str(number))
 
@@ -51,17 +51,18 @@ class GroupLookup:
     """The state of a lookup of one prompt in one cache group.
 
     Attributes:
-        prompt: the prompt, cut into blocks of the group's size.
+        prompt: the prompt, cut into blocks of the cache group's size.
         keys: key of each block.
-        asked: positions of blocks that were looked up in storage.
-        tails_asked: positions at which partial blocks with the same first tokens were looked up in
-            storage.
-        stored: by position, the key of a block in storage, and the number of the prompt's tokens
-            for which it has KV.
+        asked: numbers of the prompt's blocks that were looked up in storage.
+        tails_asked: numbers of the prompt's blocks for which partial blocks with the same first
+            tokens were looked up in storage.
+        stored: by number of the prompt's block, the key of a stored block, and how many of the
+            prompt's tokens that block has.
         lost: keys of blocks that storage has listed but did not return.
         problem: reason why nothing more is looked up in storage; None while storage is used.
         held: blocks that the lookup protects from eviction.
-        round: number of times that these blocks were released.
+        round: number of calls of `release`. A fetch that began before the last of them protects no
+            blocks for this lookup.
     """
 
     prompt: Prompt
@@ -92,15 +93,15 @@ class _UnknownError(Exception):
 
 
 class _Asked(Enum):
-    """Number of tokens that a block counts for before storage was asked for it."""
+    """The treatment of blocks that were not looked up in storage yet."""
 
-    HOST_ALONE = "host"  # storage does not count at all
-    HOPES = "hopes"  # all of the block
-    RAISES = "raises"  # raises _UnknownError
+    HOST_ALONE = "host"  # only blocks on the host count
+    HOPES = "hopes"  # they count as stored with all tokens
+    RAISES = "raises"  # reading one raises _UnknownError
 
 
 class _Valid:
-    """Number of usable tokens of the block at each position, computed only when it is read.
+    """A sequence with the number of usable tokens of each block, computed when it is read.
 
     For a sliding window or a state only the last positions are read.
 
@@ -108,7 +109,7 @@ class _Valid:
         tier: the cache group's tier.
         lookup: the lookup.
         limit: number of the prompt's tokens to consider.
-        unknown: what a block counts as that was not looked up in storage.
+        unknown: treatment of a block that was not looked up in storage.
     """
 
     def __init__(self, tier: GroupTier, lookup: GroupLookup, limit: int, unknown: _Asked) -> None:
@@ -169,14 +170,14 @@ class GroupTier:
         """The reader and writer of stored blocks; None while no store is attached."""
         return self.io if self._service.store is not None else None
 
-    # Looking
+    # Looking up
 
     def begin_lookup(self, prompt: Prompt) -> GroupLookup:
-        """Return a new lookup of `prompt` in this group, with the keys of its blocks.
+        """Return a new lookup of `prompt` in this cache group, with the keys of its blocks.
 
         The keys of recent prompts are not computed again.
         """
-        known = self._known.get(id(prompt))  # it is not made anew for each chunk that is saved
+        known = self._known.get(id(prompt))  # each chunk that is saved has the same prompt
         if known is None:
             root = self._roots.get(prompt.space)
             if root is None:
@@ -191,9 +192,9 @@ class GroupTier:
         return GroupLookup(cut, keys)
 
     def valid(self, lookup: GroupLookup, limit: int) -> TokensAt:
-        """Return by position the number of tokens that the host has of the prompt's block.
+        """Return, as a sequence, how many leading tokens of each prompt block the host has.
 
-        `CacheGroup.longest` computes from it how many tokens are usable.
+        `CacheGroup.longest` computes from it how many leading tokens of the prompt are usable.
 
         Args:
             lookup: the lookup.
@@ -202,14 +203,14 @@ class GroupTier:
         return _Valid(self, lookup, limit, _Asked.HOST_ALONE)
 
     def here(self, lookup: GroupLookup, at: int) -> tuple[FlatBlock | None, int]:
-        """Return the host block that shares most leading tokens with the prompt's block at `at`.
+        """Return the host block that shares most leading tokens with the prompt's block `at`.
 
         Args:
             lookup: the lookup.
-            at: position of the block in the prompt.
+            at: number of the block in the prompt.
 
         Returns:
-            The host block, or None, and the number of shared tokens.
+            The host block and the number of shared tokens; None and 0 if no host block shares any.
         """
         key = lookup.keys[at]
         block = self.blocks.get(key.digest)
@@ -223,8 +224,8 @@ class GroupTier:
     async def longest(self, lookup: GroupLookup, limit: int) -> int:
         """Return how many leading tokens of the prompt are usable from host and storage.
 
-        Blocks that were not looked up in storage yet count as present (`to_ask` lists them).
-        Partial blocks are looked up in storage here.
+        Blocks that were not looked up in storage yet count as present (`to_ask` lists them). If the
+        usable part may end within a block, a partial block is looked up in storage here.
 
         Args:
             lookup: the lookup.
@@ -238,13 +239,16 @@ class GroupTier:
                 return length
 
     def to_ask(self, lookup: GroupLookup, limit: int, max_asked: int) -> list[int]:
-        """Return the positions to look up in storage to find out if `limit` tokens are usable.
+        """Return the blocks to look up in storage to find out if `limit` tokens are usable.
 
         Args:
-            lookup: the lookup so far; the result is [] if nothing more need be looked up.
+            lookup: the lookup so far.
             limit: number of leading tokens of the prompt.
-            max_asked: number of positions to return; more if the group's rule needs more. For a
-                window or a state these are the last positions up to `limit`.
+            max_asked: largest number of blocks to return, unless the tokens need more.
+
+        Returns:
+            Numbers of the prompt's blocks: for full attention, the first blocks that were not
+                looked up; for a window or a state, the last ones. [] if no more lookup is needed.
         """
         try:
             self.group.longest(limit, _Valid(self, lookup, limit, _Asked.RAISES))
@@ -262,7 +266,7 @@ class GroupTier:
 
         Args:
             lookup: the lookup.
-            positions: positions of blocks in the prompt.
+            positions: numbers of blocks in the prompt.
         """
         return [at for at in positions if self.here(lookup, at)[1] < lookup.keys[at].num_tokens]
 
@@ -273,7 +277,7 @@ class GroupTier:
 
         Args:
             lookup: the lookup.
-            missing: positions of the blocks that were looked up.
+            missing: numbers of the prompt's blocks that were looked up.
             there: for each of them, True if storage has the block.
         """
         for at, is_there in zip(missing, there, strict=True):
@@ -282,9 +286,9 @@ class GroupTier:
                 lookup.stored[at] = (key, key.num_tokens)
 
     async def _asks_for_tail(self, lookup: GroupLookup, at: int) -> bool:
-        """Look up in storage a partial block with the first tokens of the block at `at`.
+        """Look in storage for a partial block that has more tokens of block `at` than the host has.
 
-        Return True if it has more of these tokens than the host has.
+        Return True if there is one.
         """
         if (
             not self.group.has_prefixes
@@ -307,17 +311,18 @@ class GroupTier:
         lookup.stored[at] = (found.key, found.num_shared)
         return True
 
-    # Bringing and holding
+    # Fetching and protecting
 
     def hold(self, lookup: GroupLookup, num_tokens: int) -> tuple[int, list[FlatBlock]]:
-        """Protect the host blocks that the first `num_tokens` tokens need from eviction.
+        """Protect from eviction the host blocks that the first `num_tokens` tokens need.
 
         Args:
-            lookup: the lookup; `release` ends the protection.
+            lookup: the lookup of these blocks.
             num_tokens: a number of tokens that is usable from the host alone.
 
         Returns:
-            The position of the first of these blocks, and the blocks.
+            The number of the first of these blocks in the prompt, and the blocks. The caller ends
+                their protection with `blocks.release`.
         """
         needed = self.group.needed(num_tokens)
         blocks = []
@@ -332,13 +337,13 @@ class GroupTier:
         return needed.start, blocks
 
     def release(self, lookup: GroupLookup) -> None:
-        """End the lookup's protection of blocks from eviction."""
+        """Stop protecting from eviction the blocks that `bring` has protected for this lookup."""
         lookup.round += 1
         held, lookup.held = lookup.held, []
         self.blocks.release(held)
 
     async def bring(self, lookup: GroupLookup, num_tokens: int) -> str | None:
-        """Fetch the stored blocks that the first `num_tokens` tokens need to the host.
+        """Fetch to the host the stored blocks that the first `num_tokens` tokens need.
 
         All blocks that these tokens need are protected from eviction until `release`.
 
@@ -347,7 +352,7 @@ class GroupTier:
             num_tokens: number of leading tokens of the prompt.
 
         Returns:
-            Reason why a block did not arrive; None if all did.
+            The reason why a block did not arrive; None if all arrived.
         """
         wanted: list[int] = []
         for at in self.group.needed(num_tokens):
@@ -369,7 +374,7 @@ class GroupTier:
                 problem = await self._fetched(lookup, left)
             left = [at for at in left if at in lookup.stored and not self._has(lookup, at)]
         came = [block for at in wanted if (block := self._has(lookup, at)) is not None]
-        for block in came:  # also what came for others
+        for block in came:  # also blocks that other lookups have fetched
             if block not in lookup.held:
                 self.blocks.hold([block])
                 lookup.held.append(block)
@@ -435,11 +440,11 @@ class GroupTier:
     def keep(
         self, prompt: Prompt, positions: Sequence[int], slots: Sequence[int]
     ) -> tuple[int, tuple[int, ...]]:
-        """Let lookups find blocks of `prompt` that were copied to the host.
+        """Add blocks of `prompt` that the engine has copied to the host; lookups then find them.
 
         Args:
             prompt: the prompt of the blocks.
-            positions: positions of the blocks in the prompt, in order.
+            positions: numbers of the blocks in the prompt, in order.
             slots: host slot of each block.
 
         Returns:
@@ -448,7 +453,7 @@ class GroupTier:
         """
         lookup, unused = self.begin_lookup(prompt), []
         pairs = list(zip(positions, slots, strict=True))
-        for at, slot in reversed(pairs):  # the first goes last
+        for at, slot in reversed(pairs):  # the prompt's first block is evicted last
             block = self._made(lookup, at, lookup.keys[at], slot)
             if self.blocks.put(block):
                 self._publish(CacheEventKind.STORED, block)
@@ -463,9 +468,10 @@ class GroupTier:
     # Storing
 
     def _write_down(self, block: FlatBlock) -> None:
-        """Store a block if the write policy says so; with write-back too, at once.
+        """Begin to store a block, if the write policy stores blocks now or is write-back.
 
-        Write-back stores at eviction elsewhere, but evictions in this tier do not wait for a store.
+        Elsewhere, write-back stores a block at its eviction. Here, evictions do not wait for a
+        store.
         """
         is_due = self._rule.writes_now(block.hits) or self._rule.policy is WritePolicy.WRITE_BACK
         if is_due and not block.is_stored and self.storage is not None:
@@ -528,13 +534,15 @@ class GroupTier:
                     f"a block of group {self.number} was not stored: {problems[0]}"
                 )
 
-    # What is known of it
+    # Checks and events
 
     def findings(self, num_holds: int) -> list[str]:
-        """Recount the group's blocks; return a sentence for each fault. No copy may be running.
+        """Recount the cache group's blocks; return a sentence for each error.
+
+        No copy may be running.
 
         Args:
-            num_holds: number of blocks that found prompts protect from eviction in this group.
+            num_holds: expected number of protections from eviction, counted by block.
         """
         wrong = self.blocks.findings()
         if self._coming or self._is_storing:
@@ -549,7 +557,7 @@ class GroupTier:
         self._publish(CacheEventKind.EVICTED, block)
 
     def runs(self) -> list[BlockRun]:
-        """Return each block of the group as a `BlockRun` of one block, for events."""
+        """Return each block of the cache group as a `BlockRun` of one block, for events."""
         return [_run(block, self.number) for block in self.blocks]
 
     def _publish(self, what: CacheEventKind, block: FlatBlock) -> None:

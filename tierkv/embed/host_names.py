@@ -11,12 +11,12 @@ from tierkv.sched.events import CacheEvent, CacheEventKind, ExternalId
 class HostNames:
     """The engine's names of those blocks of one cache group that lookups find on the host.
 
-    Only the service's thread writes. Any thread may read. Blocks come and go meanwhile, so an
-    answer may be outdated at once.
+    Only the service's thread writes, and any thread may read. An answer may be outdated at once,
+    because the service stores and evicts blocks at any time.
 
     Args:
-        group: number of the cache group; must be the group of the index (a prompt's blocks on the
-            host have no gaps there).
+        group: number of the cache group, which must be the one in the index: on the host, a
+            prompt's blocks in the index have no gaps.
     """
 
     wants_tokens = False
@@ -34,11 +34,11 @@ class HostNames:
 
     @property
     def digests(self) -> set[bytes]:
-        """The keys of all host blocks that the engine has given a name."""
+        """The keys of all host blocks for which the engine has passed a name."""
         return set(self._names)
 
     def put(self, event: CacheEvent) -> None:
-        """Add the names of stored host blocks, and remove those of evicted ones."""
+        """Add the names of the event's stored host blocks, or remove those of its evicted ones."""
         if event.tier != "host" or event.group != self._group:
             return
         if event.kind is CacheEventKind.STORED:
@@ -71,8 +71,8 @@ def num_leading(names: Sequence[ExternalId], is_there: Callable[[ExternalId], bo
     """Return the number of a prompt's leading blocks that are present, by binary search.
 
     Args:
-        names: the engine's names of the prompt's blocks, from the first on. If a block is present,
-            all blocks before it must be.
-        is_there: returns True if the block of a name is present.
+        names: the engine's names of the prompt's blocks, from the first on. Before a present block,
+            no block may be missing.
+        is_there: returns True if the block with a name is present.
     """
     return bisect_left(range(len(names)), 1, key=lambda at: not is_there(names[at]))

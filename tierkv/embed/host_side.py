@@ -2,8 +2,9 @@
 
 A promise is a set of host blocks that are protected from eviction for one request until the engine
 has loaded them. All code here runs on the service's event loop. The engine's layers form cache
-groups (layers with the same layout and the same rule of which blocks are needed). Blocks of the
-first group of full attention are in the service's index; each other group has a `GroupTier`.
+groups (layers with the same layout and the same rule of which blocks are needed). The service's
+index has the blocks of the first cache group of full attention; each other cache group has a
+`GroupTier`.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Limits of an engine's host tier.
 
     Attributes:
-        max_promised: largest share of the host slots (0 to 1) with blocks that lookups have found
-            and the engine has not loaded yet.
+        max_promised: largest share of the host slots (0 to 1) that may have blocks found by lookups
+            and not loaded yet.
         promise_ttl_s: seconds for which found blocks are protected from eviction.
         save_blocks: number of free host slots kept ready for saves.
         event_tokens: true to put the tokens of blocks, which are the content of prompts, into
@@ -106,12 +107,12 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 def whole_fingerprint(fingerprint: Fingerprint, groups: Sequence[CacheGroup]) -> Fingerprint:
     """Return an engine's fingerprint, extended by a description of its cache groups.
 
-    Engines share blocks only if the results are equal. With one group of full attention, the result
-    is `fingerprint`.
+    Engines share blocks only if the results are equal. If full attention is the only cache group,
+    the result is `fingerprint` itself.
 
     Args:
         fingerprint: the engine's fingerprint.
-        groups: its cache groups.
+        groups: the engine's cache groups.
     """
     if len(groups) == 1 and groups[0].kind is GroupKind.FULL:
         return fingerprint  # all keys are what they were
@@ -123,10 +124,10 @@ class HostSizes:
     """The cache groups of a host tier, and the number of host slots of each.
 
     Attributes:
-        fingerprint: the engine's fingerprint, extended by its groups.
+        fingerprint: the engine's fingerprint, extended by a description of its cache groups.
         groups: the cache groups.
-        num_slots: number of host slots of each group.
-        main: number of the group whose layout is the fingerprint's.
+        num_slots: number of host slots of each cache group.
+        main: number of the cache group whose layout is the fingerprint's.
     """
 
     fingerprint: Fingerprint
@@ -148,8 +149,8 @@ class HostSizes:
             fingerprint: the engine's fingerprint.
             groups: the engine's cache groups.
             host_bytes: bytes of all host slots together.
-            shards: layout of each rank's part of a block, side by side in a host slot, if the parts
-                are stored separately; () otherwise.
+            shards: layout of each rank's part of a block, if storage has a separate value for each
+                part; () otherwise. A host slot has the parts side by side.
 
         Raises:
             ConfigError: the groups are not those of the fingerprint, or there is no room for two
@@ -175,13 +176,13 @@ class HostSizes:
     def for_blocks(
         cls, fingerprint: Fingerprint, groups: Sequence[CacheGroup], num_blocks: int
     ) -> HostSizes:
-        """Return sizes with room for `num_blocks` blocks of tokens in all groups.
+        """Return sizes with room for `num_blocks` blocks of the main cache group.
 
         Args:
             fingerprint: the engine's fingerprint.
-            groups: its cache groups.
-            num_blocks: number of blocks of the main group; each other group gets room for as many
-                tokens.
+            groups: the engine's cache groups.
+            num_blocks: number of blocks of the main cache group; each other group gets room for as
+                many tokens.
 
         Raises:
             ConfigError: the groups are not those of the fingerprint, or there is no room for two
@@ -208,9 +209,9 @@ class HostSizes:
         )
 
     def max_reserved(self, settings: EngineCacheSettings, num_engines: int = 1) -> list[int]:
-        """Return by group the largest number of free host slots kept ready for one engine's saves.
+        """Return, by cache group, how many free slots are kept ready for one engine's saves.
 
-        For all engines together, these are at most a quarter of the slots.
+        All engines together may have at most a quarter of the slots, but each at least one.
 
         Args:
             settings: the limit of one engine.
@@ -220,7 +221,7 @@ class HostSizes:
         return [max(min(most, count // parts), 1) for count in self.num_slots]
 
     def other_groups(self) -> list[tuple[Fingerprint, int]]:
-        """Return fingerprint and number of slots of each group outside the index, for `Service`."""
+        """Return the fingerprint and the number of slots of each cache group outside the index."""
         return [
             (group_fingerprint(self.fingerprint, number, group), self.num_slots[number])
             for number, group in enumerate(self.groups)
@@ -230,10 +231,10 @@ class HostSizes:
 
 @dataclass(frozen=True, slots=True)
 class HeldRun:
-    """Host slots of consecutive blocks of one group.
+    """Protected host slots of consecutive blocks of one cache group.
 
     Attributes:
-        first: position of the first block in the prompt.
+        first: number of the first block in the prompt.
         slots: host slot of each block.
     """
 
@@ -243,22 +244,21 @@ class HeldRun:
 
 @dataclass(slots=True, eq=False)
 class HostPromise:
-    """Leading tokens of a prompt on the host, protected from eviction until they are loaded.
+    """Host blocks of a prompt's beginning, protected from eviction until an engine has loaded them.
 
     Attributes:
-        num_tokens: number of these tokens.
-        parts: by cache group, host slots of the blocks that the tokens need; the last block may be
-            partial.
-        lease: the reference that protects the index's blocks from eviction.
+        num_tokens: number of the prompt's leading tokens in these blocks.
+        parts: by cache group, host slots of the blocks; the last block may be partial.
+        lease: the reference that protects the blocks in the index; None without any.
         held: by cache group outside the index, the protected blocks.
         ticket: the ticket that was claimed; None without one.
-        problem: reason why there are not more tokens; None if nothing went wrong.
+        problem: the error because of which there are not more tokens; None without an error.
         storage_tokens: number of tokens that were fetched from storage for this promise.
         num_blocks: by cache group, the number of blocks that count against the limit of all
             promises.
         timer: ends the promise when it expires.
-        owner: has one entry while the promise protects blocks. Code that ends the promise removes
-            the entry first, which only one thread or task can.
+        owner: has one entry while the promise protects blocks. To end the promise, a thread first
+            removes the entry, which only one thread can.
     """
 
     num_tokens: int
@@ -268,7 +268,7 @@ class HostPromise:
     ticket: Ticket | None = None
     problem: str | None = None
     storage_tokens: int = 0
-    num_blocks: list[int] = field(default_factory=list)  # that it counts for, by group
+    num_blocks: list[int] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
     owner: deque[None] = field(default_factory=lambda: deque([None]))
 
@@ -282,11 +282,11 @@ class HostPromise:
         return not self.owner
 
     def claim(self) -> bool:
-        """End the promise; return False if it had ended before.
+        """Claim the end of the promise: return True to the first caller, False to later ones.
 
-        After True, the caller must release the blocks.
+        The first caller must then release the blocks.
         """
-        if not self.owner:  # mostly; an error costs as much as all of a lookup
+        if not self.owner:  # the common case: an exception would cost as much as a lookup
             return False
         try:
             self.owner.popleft()
@@ -301,7 +301,7 @@ class _OnHost(NamedTuple):
     Attributes:
         num_tokens: number of these tokens.
         node: the node of the radix tree with the last block; None without any.
-        stop: number of blocks on the path to `node` that have the tokens.
+        stop: number of blocks with these tokens on the path to `node`.
     """
 
     num_tokens: int
@@ -311,13 +311,13 @@ class _OnHost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Blocks of one group that the engine has copied to host slots.
+    """Blocks of one cache group that the engine has copied to host slots.
 
     Attributes:
-        group: number of the group.
-        positions: position of each block in its prompt.
+        group: number of the cache group.
+        positions: number of each block in its prompt.
         slots: host slot of each block.
-        external_ids: the engine's name of each block; () if it gives none.
+        external_ids: the engine's name of each block; () if the engine passed no names.
     """
 
     group: int
@@ -331,9 +331,9 @@ class Kept:
     """The result of `HostSide.keep`.
 
     Attributes:
-        num_blocks: by prompt, the number of blocks that lookups find now.
-        unused: by cache group, host slots that are free again: their blocks were on the host
-            already, or were refused.
+        num_blocks: for each prompt of the call, the number of its blocks that lookups find now.
+        unused: by cache group, the host slots that the engine may use for other saves: their blocks
+            were on the host already, or were refused.
     """
 
     num_blocks: tuple[int, ...]
@@ -341,12 +341,13 @@ class Kept:
 
 
 class _Planned(NamedTuple):
-    """The longest beginning of a prompt that every group has on the host or in storage.
+    """The longest beginning of a prompt that every cache group has on the host or in storage.
 
     Attributes:
         num_tokens: number of its tokens.
-        problem: reason why it is not longer; None if nothing went wrong.
-        known: which blocks of the indexed group storage has; None if they were not looked up.
+        problem: the error because of which it is not longer; None without an error.
+        known: the blocks of the indexed cache group that storage has; None if they were not looked
+            up.
     """
 
     num_tokens: int
@@ -360,13 +361,13 @@ class _Bringing:
 
     Attributes:
         budget: the time that the lookup may wait for storage.
-        promise: the promise to fill; None once it has its blocks, or once its request continues
-            without them.
-        is_timed: True if the fetches of all groups are timed together here; False if the fetch of
-            the only group times itself.
-        here: number of leading tokens that the host had before.
-        is_try: True if the blocks are fetched to measure the speed of storage.
-        is_late: True if the request continues without the blocks while they are still fetched.
+        promise: the promise to fill; None once it is filled, or once the request no longer waits
+            for it.
+        is_timed: True if the fetches of all cache groups are timed together here; False if there is
+            only one group, whose fetch times itself.
+        here: number of the prompt's leading tokens that the host had before the fetch.
+        is_try: True if the blocks are fetched only to measure the speed of storage.
+        is_late: True if the request no longer waits while its blocks are still fetched.
         has_answered: True if storage has answered which blocks it has.
         transfer: the measured transfer of the blocks that storage has; None before the answer.
     """
@@ -382,7 +383,7 @@ class _Bringing:
 
 
 class HostSide:
-    """The service's side of an engine's cache. `EngineCache` calls its methods.
+    """The service's side of an engine's cache, for the methods of `EngineCache`.
 
     Construct it on the service's loop.
 
@@ -403,16 +404,15 @@ class HostSide:
             number: GroupTier(service, number, groups[number], memory)
             for number, memory in zip(others, service.groups, strict=True)
         }
-        # A promise of more blocks is made while no other one exists.
+        # A promise of more blocks than this is possible while there is no other promise.
         self._max_promised = [max(int(settings.max_promised * n), 1) for n in sizes.num_slots]
         self._promises: set[HostPromise] = set()
         self._promised_blocks = [0] * len(groups)
-        self._turn = (
-            asyncio.Lock()
-        )  # held by the call that waits for room; the next ones queue behind it
+        # The call that waits for room has the lock; later calls wait for the lock, in order.
+        self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._lent: dict[int, Ids] = {}  # slots that are reserved for saves, or being written
-        # By group and slot, when it was reserved: what is saved there may be as old as that.
+        # The generation of the cache in which each slot (group, slot) was reserved.
         self._reserved_in: dict[tuple[int, int], int] = {}
         self._publishes: dict[int, tuple[PublishStream, SavedPrompt]] = {}
         self._sessions: OrderedDict[str, None] = OrderedDict()  # the one with the last turn last
@@ -438,7 +438,10 @@ class HostSide:
         ]
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the events since the last call, with the engine's names of blocks. Thread-safe."""
+        """Return the cache events since the last call, with the engine's names of blocks.
+
+        Thread-safe.
+        """
         return self._events.drain()
 
     # Promises
@@ -451,24 +454,27 @@ class HostSide:
         limit: int | None = None,
         external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> HostPromise:
-        """Fetch the blocks of `prompt` that storage has, then hold its blocks on the host.
+        """Fetch missing blocks of `prompt` from storage, and protect its host blocks from eviction.
 
-        A cancelled call holds nothing.
+        A cancelled call protects no block.
 
         Args:
             prompt: the prompt to look up.
             ticket_id: id of a ticket to wait for; None for none.
             promise_ttl_s: seconds after which the promise expires.
-            limit: largest number of tokens to hold; None for all.
+            limit: largest number of leading tokens to protect; None for all.
             external_ids: by cache group, the engine's names of the prompt's blocks from the first
                 on.
+
+        Returns:
+            The promise, with the protected blocks.
 
         Raises:
             HandoffError: the ticket does not come, or is for another prompt.
         """
         for number, names in enumerate(external_ids):
             for at in range(0, len(names), HASHED_BLOCKS):
-                if at:  # others have their turn: a name costs the hash of its block
+                if at:  # other tasks run in between: a name costs the hash of its block
                     await asyncio.sleep(0)
                 some = names[at : at + HASHED_BLOCKS]
                 self._note_names(prompt, number, range(at, at + len(some)), some)
@@ -493,7 +499,7 @@ class HostSide:
             bring = self._brought if is_one_group else self._bring_all_groups
             problem = await bring(prompt, keys, bringing, bound)
             promise.problem = problem if promise.num_tokens < prompt.num_tokens else None
-            if not promise.num_tokens:  # there is nothing to give back, then
+            if not promise.num_tokens:  # no block is protected
                 self._expire(promise)
             else:
                 loop = asyncio.get_running_loop()
@@ -501,7 +507,7 @@ class HostSide:
         return promise
 
     def _max_needed(self, prompt: Prompt) -> list[int]:
-        """Return for each cache group the most host blocks that a promise of the prompt holds."""
+        """Return, by cache group, the most host blocks that a promise of `prompt` may protect."""
         most = []
         for group in self._groups:
             whole = group.needed(prompt.num_tokens)
@@ -534,20 +540,23 @@ class HostSide:
             raise
 
     async def _bring_ahead(self, prompt: Prompt) -> bool:
-        """Fetch the indexed blocks of `prompt` before its ticket comes; return True if all came."""
+        """Fetch the indexed blocks of `prompt` before its ticket arrives.
+
+        Return True if all arrived.
+        """
         step_s = self._service.settings.fetch_deadline_s
         bringing = _Bringing(Budget(step_s, step_s=step_s))
         async with self._fetched(prompt, (), bringing) as problem:
             return problem is None
 
     async def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record the engine's speed.
+        """Record that the engine computed `num_tokens` prompt tokens in `seconds` seconds.
 
-        Later lookups compare the time of fetching with that of computing.
+        From this speed, later lookups decide if fetching blocks from storage is worth the wait.
         """
         self._service.note_prefill(num_tokens, seconds)
 
-    # What can be had in all groups
+    # What all groups have
 
     def _begin_lookups(self, prompt: Prompt) -> dict[int, GroupLookup]:
         return {number: tier.begin_lookup(prompt) for number, tier in self._tiers.items()}
@@ -555,11 +564,10 @@ class HostSide:
     async def _plan(
         self, prompt: Prompt, lookups: dict[int, GroupLookup], bound: int, num_promised: int = 0
     ) -> _Planned:
-        """Find the largest number of tokens, at most `bound`, that every cache group has.
+        """Return the longest beginning, at most `bound` tokens, that every cache group has.
 
-        Host and storage count together; storage is asked once for all groups. The first
-        `num_promised` blocks of the group in the index are stored, as a ticket lists them, and are
-        not asked for.
+        A block counts if it is on the host or in storage. Storage is not asked for the first
+        `num_promised` indexed blocks, which a ticket lists as stored.
         """
         if self._main is None:
             await self._ask(lookups, self._first_asked(lookups, bound))
@@ -585,10 +593,10 @@ class HostSide:
         return _Planned(length, problem or _problem_of(lookups), None if problem else known)
 
     def _first_asked(self, lookups: dict[int, GroupLookup], bound: int) -> dict[int, Sequence[int]]:
-        """Return by cache group the positions of the blocks to look up in storage first.
+        """Return, by cache group, the numbers of the blocks to look up in storage first.
 
-        For a short prompt and a group of full attention these are all blocks, so that no second
-        lookup is needed.
+        For a short prompt and an indexed cache group these are all blocks, which makes a second
+        lookup unnecessary.
         """
         tiers = {n: self._tiers[n] for n in lookups if self._tiers[n].storage is not None}
         whole = {n: range(-(-bound // tier.group.block_size)) for n, tier in tiers.items()}
@@ -599,9 +607,9 @@ class HostSide:
     async def _ask(
         self, lookups: dict[int, GroupLookup], wanted: Mapping[int, Sequence[int]]
     ) -> None:
-        """Look up the `wanted` blocks of all groups in storage in one batch; record the answers.
+        """Look up the `wanted` blocks of all cache groups in storage at once.
 
-        Blocks that were looked up before are skipped.
+        Record the answers.
         """
         missing: dict[int, list[int]] = {}
         for number, positions in wanted.items():
@@ -627,9 +635,10 @@ class HostSide:
             tier.note_answer(lookup, some, there)
 
     async def _longest(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return the longest beginning that host and storage have in all groups outside the index.
+        """Return how many tokens, up to `bound`, all groups outside the index have.
 
-        Storage is asked for all groups at once, in batches that grow.
+        Tokens on the host and in storage count. Storage is asked for all these cache groups at
+        once, in batches that grow.
         """
         length, most = bound, _MIN_ASKED
         while True:
@@ -649,7 +658,7 @@ class HostSide:
             most *= _MORE_ASKED
 
     def _longest_here(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return how many tokens, up to `bound`, the host has in all groups but the indexed one."""
+        """Return how many tokens, up to `bound`, the host has in all groups outside the index."""
         valid = [
             (self._groups[number], self._tiers[number].valid(lookup, bound))
             for number, lookup in lookups.items()
@@ -661,7 +670,7 @@ class HostSide:
     ) -> str | None:
         """Fetch missing blocks with `_brought`, if this seems to be faster than computing.
 
-        Return the reason why the whole prompt is not there; None if nothing went wrong. The wait
+        Return the error because of which the prompt is not complete on the host, or None. The wait
         ends with the budget. If the request may compute then, the fetch continues without it, to
         measure the speed of storage.
         """
@@ -738,7 +747,7 @@ class HostSide:
         _answer(answered, problem)
 
     def _all_here(self, prompt: Prompt, bound: int) -> int:
-        """Return how many leading tokens, up to `bound`, the host has in every group."""
+        """Return how many leading tokens, up to `bound`, the host has in every cache group."""
         return self._longest_here(
             self._begin_lookups(prompt), self._on_host(prompt, bound).num_tokens
         )
@@ -750,10 +759,9 @@ class HostSide:
         bringing: _Bringing,
         bound: int,
     ) -> str | None:
-        """Fetch missing blocks; return the reason why one did not arrive, or None.
+        """Fetch missing blocks, and protect the prompt's host blocks if the request still waits.
 
-        If the request still waits, the blocks that are there are protected for its promise. A block
-        that storage has listed but lost since then is not asked for again.
+        Return the reason why a block did not arrive, or None.
         """
         lookups, problem, estimator = self._begin_lookups(prompt), None, self._service.estimator
         time = asyncio.get_running_loop().time
@@ -794,7 +802,7 @@ class HostSide:
         return problem
 
     def _note_answer(self, bringing: _Bringing, num_tokens: int, seconds: float) -> None:
-        """Record that storage has `num_tokens` tokens more, and start timing their transfer."""
+        """Record that storage has `num_tokens` further tokens, and start timing their transfer."""
         estimator = self._service.estimator
         estimator.tier.note_answer(seconds, has_found=num_tokens > 0)
         if num_tokens > 0:
@@ -814,15 +822,14 @@ class HostSide:
     ) -> AsyncIterator[GetOutcome | None]:
         """Fetch a prompt's indexed blocks, and protect them from eviction during the body.
 
-        The body gets the outcome of a block that did not arrive; None if all did. The promise
-        records the number of fetched tokens.
+        The body gets the outcome of a block that did not arrive, or None if all arrived.
         """
         service = self._service
         if service.tiers.copies.storage is None or self._main is None or not prompt.num_tokens:
             yield None
             return
         budget = bringing.budget
-        if bringing.is_timed:  # whether it is worth it has been decided for all groups
+        if bringing.is_timed:  # `_bring_all_groups` has decided to wait
             deadline_s = service.settings.fetch_deadline_s
             budget = Budget(deadline_s, step_s=deadline_s)
         fetched = await service.fetcher.fetch(
@@ -860,9 +867,10 @@ class HostSide:
     def _hold(
         self, prompt: Prompt, lookups: dict[int, GroupLookup], promise: HostPromise, num_tokens: int
     ) -> None:
-        """Protect the first `num_tokens` tokens, which the host has in every group, for `promise`.
+        """Protect for `promise` the blocks of the first `num_tokens` tokens.
 
-        The method has no await, so that no block can be evicted between check and protection.
+        The host must have them in every cache group: no await may come between that check and this
+        call.
         """
         promise.num_tokens = num_tokens
         promise.parts = [HeldRun(0, array("i")) for _ in self._groups]
@@ -883,7 +891,8 @@ class HostSide:
     async def _room(self, num_blocks: list[int]) -> AsyncIterator[HostPromise]:
         """Wait until the limit of protected blocks allows `num_blocks` more; provide a new promise.
 
-        Waiting calls continue in order. If the body fails, the promise is released.
+        Waiting calls continue in the order of their arrival. If the body fails, the promise is
+        released.
         """
         promise = HostPromise(0)
         async with self._turn:
@@ -894,7 +903,7 @@ class HostSide:
             self._recount(promise, num_blocks)
         try:
             yield promise
-        except BaseException:  # a cancel too: no caller has the promise
+        except BaseException:  # a cancellation too: no caller has the promise
             self._release(promise)
             raise
 
@@ -924,11 +933,11 @@ class HostSide:
     async def loaded(self, promise: HostPromise, failed: Sequence[Sequence[int]]) -> None:
         """Release the host blocks of a promise after its load.
 
-        If the whole prompt of a ticket was loaded, the ticket is acknowledged to its publisher.
+        If all blocks of a ticket's prompt were loaded, the ticket is acknowledged to its publisher.
 
         Args:
             promise: the promise whose blocks the engine has loaded.
-            failed: by cache group, positions of blocks that did not load; () if all did.
+            failed: by cache group, numbers of the prompt's blocks that did not load; () if all did.
         """
         self._release(promise)
         handoff = self._service.handoff
@@ -962,7 +971,7 @@ class HostSide:
             counts: by cache group, the number of slots wanted.
 
         Returns:
-            By group, the slots: as many as could be freed.
+            The reserved slots by cache group; fewer than wanted if not enough could be freed.
         """
         found = [
             self._reserve(count)
@@ -990,10 +999,10 @@ class HostSide:
         return found
 
     async def keep(self, saves: Sequence[tuple[Prompt, Sequence[Copied]]]) -> Kept:
-        """Let lookups find blocks that were copied to the host.
+        """Add blocks that the engine has copied to the host; lookups then find them.
 
-        A block is refused if the block before it in the index was evicted since, or if the cache
-        was emptied after its slot was reserved.
+        A block is refused if the prompt's block before it has been evicted from the index, or if
+        the cache was emptied after its slot was reserved.
 
         Args:
             saves: each prompt with its copied blocks.
@@ -1020,7 +1029,7 @@ class HostSide:
         return Kept(tuple(num_blocks), tuple(map(tuple, unused)))
 
     def _are_of_old(self, copied: Sequence[Copied]) -> bool:
-        """Return True if the cache was emptied after one of these slots was reserved."""
+        """Return True if the cache was emptied after one of the blocks' slots was reserved."""
         generation, is_of_old = self._service.deletions.generation, False
         for some in copied:
             for slot in some.slots:
@@ -1063,7 +1072,7 @@ class HostSide:
         positions: Iterable[int],
         names: Sequence[ExternalId | None],
     ) -> None:
-        """Record the engine's names of blocks, for events about these blocks."""
+        """Record the engine's names of blocks, which later events about these blocks carry."""
         if not names:
             return
         if group == self._main:
@@ -1083,7 +1092,8 @@ class HostSide:
 
         Args:
             prompt: the prompt of the blocks.
-            names: the engine's name of each block, from the first on; None for no name.
+            names: the engine's name of each block, from the first on; None for a block without a
+                name.
         """
         index = self._service.index
         for first in range(0, len(names), HASHED_BLOCKS):
@@ -1095,10 +1105,10 @@ class HostSide:
             digests = index.digests(match.node, stop, start=first)
             self._name(digests, names[first:stop])
             self.names.add(digests, names[first:stop])
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # other tasks run in between
 
     async def give(self, slots: Sequence[Iterable[int]]) -> None:
-        """Release reserved host slots that were not used for saves.
+        """Free reserved host slots that were not used for saves.
 
         Args:
             slots: by cache group, the slots; no copy may still write them.
@@ -1116,15 +1126,16 @@ class HostSide:
     # Sessions
 
     async def keep_session(self, session: str, prompt: Prompt, ttl_s: float) -> None:
-        """Evict the host blocks of a session's turn after all others, for a time.
+        """Mark the host blocks of a session: they are evicted after all other host blocks.
 
-        Only blocks of the indexed group are marked. A later call for the same session replaces this
-        one. Beyond 10,000 sessions, the session with the oldest turn ends.
+        Only blocks of the indexed cache group are marked. A later call for the same session
+        replaces its mark. Beyond 10,000 sessions, the mark of the session with the oldest call
+        ends.
 
         Args:
             session: id of the conversation.
-            prompt: the prompt with the answer, as far as it is cached.
-            ttl_s: seconds until the session is over; 0 to end it now.
+            prompt: the last turn's prompt and answer; only cached blocks are marked.
+            ttl_s: seconds until the mark ends; 0 to end it now.
         """
         pins = self._service.tiers.pins
         self._sessions.pop(session, None)
@@ -1150,9 +1161,12 @@ class HostSide:
             prompt: the prompt that another engine will claim.
             ticket_id: id of the ticket.
 
+        Returns:
+            The published ticket.
+
         Raises:
             HandoffError: there is no storage, or not all blocks of the prompt were saved.
-            DuplicateRequestError: a ticket of this id for another prompt is still valid.
+            DuplicateRequestError: nodes can still claim a different prompt by this ticket id.
         """
         service, promise = self._service, HostPromise(0)
         handoff, deadline_s = service.require_handoff(), service.handoff_settings.publish_deadline_s
@@ -1170,7 +1184,7 @@ class HostSide:
             self._release(promise)
 
     async def finish(self, number: int, first_tokens: Sequence[int]) -> None:
-        """Let a publish write its ticket, after the last save of its prompt.
+        """Let a publish write its ticket. Called after the last save of the publish's prompt.
 
         Args:
             number: number of the publish.
@@ -1181,21 +1195,21 @@ class HostSide:
             stream.finish(first_tokens)
 
     async def fail(self, number: int, reason: str) -> None:
-        """End a publish without a ticket: the rest of its prompt will not be saved.
+        """End a publish without a ticket, because the rest of its prompt will not be saved.
 
         Args:
             number: number of the publish.
-            reason: the reason, for the publish's error.
+            reason: the reason, for the error of the publish.
         """
         if number in self._publishes:
             stream, _ = self._publishes[number]
             stream.fail(reason)
 
     def hold_saved(self, promise: HostPromise, prompt: Prompt) -> int:
-        """Protect the full blocks of `prompt` that the index has on the host now from eviction.
+        """Protect from eviction the full blocks of `prompt` that the index has on the host now.
 
         Args:
-            promise: gets the blocks; the protection ends with the publish.
+            promise: records the protected blocks; `publish` ends their protection.
             prompt: the prompt that is published.
 
         Returns:
@@ -1213,10 +1227,10 @@ class HostSide:
         return num_blocks * size
 
     def hold_whole(self, promise: HostPromise, prompt: Prompt) -> None:
-        """Protect all host blocks that `prompt` needs, in every cache group, from eviction.
+        """Protect from eviction all host blocks that `prompt` needs, in every cache group.
 
         Args:
-            promise: gets the blocks; the protection ends with the publish.
+            promise: records the protected blocks; `publish` ends their protection.
             prompt: the prompt that is published.
 
         Raises:
@@ -1232,13 +1246,16 @@ class HostSide:
         self._release_copies(promise)
         self._hold(prompt, lookups, promise, whole)
 
-    # All of it
+    # The whole host tier
 
     async def stats(self) -> Stats:
         return self._service.stats()
 
     async def verify(self) -> list[str]:
-        """Return a sentence for each fault that `Service.verify` or a recount here finds."""
+        """Recount the host tier.
+
+        Return a sentence for each error that a recount or the service finds.
+        """
         leases = sum(one.lease is not None for one in self._promises)
         wrong = self._service.verify(num_leases=leases)
         counted = [one.num_blocks for one in self._promises if one.num_blocks]
@@ -1265,16 +1282,16 @@ class HostSide:
         return found
 
     async def forget(self) -> int:
-        """Remove all unused blocks of all groups from the host.
+        """Remove all unused blocks of all cache groups from the host.
 
-        Return the number of blocks left.
+        Return how many blocks are left.
         """
         if self.names is not None:
-            self.names.clear()  # also of blocks that stay for their holders
+            self.names.clear()  # also names of blocks that are in use and stay
         return await self._service.forget()
 
     async def give_back(self) -> None:
-        """Release all promises and reserved slots when the engine closes its cache.
+        """Release all promises and reserved slots, because the engine closes its cache.
 
         The method first waits up to 5 s until saved blocks are stored.
         """
@@ -1302,9 +1319,9 @@ class SavedPrompt:
 
     Args:
         side: the host tier that has the blocks.
-        service: has the index.
-        tiers: by number, the cache groups outside the index.
-        keys: keys in storage of the prompt's blocks in the index's group.
+        service: the service that has the index.
+        tiers: by number, the tiers of the cache groups outside the index.
+        keys: keys in storage of the prompt's indexed blocks.
         prompt: the prompt that is published.
         promise: protects the prompt's host blocks from eviction until the publish ends.
     """
@@ -1331,11 +1348,14 @@ class SavedPrompt:
         return self._promise.lease
 
     def grow(self) -> int:
-        """Protect the full blocks that are saved by now; return the number of their tokens."""
+        """Protect from eviction the full blocks that are saved by now.
+
+        Return how many tokens they have.
+        """
         return self._side.hold_saved(self._promise, self.prompt)
 
     def check_whole(self) -> None:
-        """Protect all blocks of the prompt, a partial last one too, from eviction.
+        """Protect from eviction all blocks of the prompt, including a partial last block.
 
         Raises:
             HandoffError: a block is not on the host.
@@ -1343,20 +1363,17 @@ class SavedPrompt:
         self._side.hold_whole(self._promise, self.prompt)
 
     def offer(self, _ticket_id: str, _ledger: TicketLedger) -> None:
-        """See `PromptBlocks.offer`.
-
-        Nothing is offered: other nodes fetch an engine's blocks from storage.
-        """
+        """Do nothing: other nodes fetch an engine's blocks from storage, not from its memory."""
 
     def show(self, start: int, stop: int) -> None:
-        """Do nothing: all blocks are on the host already."""
+        """Do nothing: all saved blocks are on the host already."""
 
     @asynccontextmanager
     async def on_host(self, blocks: range, _after: Sequence[Event]) -> AsyncIterator[Ids]:
         """Protect `blocks` from eviction and provide their host slots to the body.
 
-        No event is waited for, since saved blocks have their bytes. The body may go on after the
-        promise has ended, since a store may still read the slots.
+        The method waits for no event, because saved blocks are complete. The protection lasts until
+        the body ends, even if the promise ends before.
         """
         index, lease = self._service.index, self._promise.lease
         assert lease is not None, "blocks are published that are held"

@@ -178,7 +178,7 @@ class PageStorage:
         return pool
 
     def storage_io(self, fingerprint: Fingerprint, slices: Sequence[Slice]) -> StorageIO:
-        """Return the reader and writer of the pages with one identity.
+        """Return the reader and writer of the pages that have one identity.
 
         Args:
             fingerprint: identity of the pages' content.
@@ -223,10 +223,7 @@ class PageStorage:
         await began
 
     async def _live(self, pool: PagePool, began: asyncio.Future[None]) -> None:
-        """Run a pool's reader and writer, in one task, until the storage closes.
-
-        Set `began` at the start.
-        """
+        """Run a pool's reader and writer until the storage closes; set `began` once they run."""
         async with pool.io.running():
             began.set_result(None)
             await self._closing.wait()

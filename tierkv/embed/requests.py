@@ -1,6 +1,6 @@
-"""The requests of an embedded service, on its event loop.
+"""The requests of an embedded service. All code here runs on the service's event loop.
 
-Each request runs one operation at a time.
+Operations on one request run one after the other.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Admitted:
 
     Attributes:
         request_id: id of the request.
-        block_table: int32, read-only: the device blocks for the prompt and `max_new_tokens` more.
+        block_table: int32, read-only: the device blocks for the prompt and `max_new_tokens` further
+            tokens.
         cached_tokens: number of leading tokens whose KV is in these blocks; the engine computes the
-            rest. With Until.ADMITTED, the KV of a layer is there after waiting for the layer at
-            `gate`.
+            rest. With Until.ADMITTED, the engine must wait for each layer's KV at `gate`.
         matched: number of the prompt's tokens that were found on each tier.
         gate: waits, layer by layer, for cached KV that is still being loaded.
         ticket: the ticket of a claimed prompt; None without one.
-        failed_blocks: positions in the prompt of blocks that were found in the cache but could not
-            be loaded. All lie behind `cached_tokens`, so the engine computes them with the rest.
+        failed_blocks: numbers of the prompt's blocks that were found in the cache but could not be
+            loaded. All of them come after `cached_tokens`, and the engine computes them.
         load_problem: reason why these blocks failed; None if there are none.
     """
 
@@ -89,7 +89,7 @@ class _Held:
 
 
 class Requests:
-    """The service's requests, by id.
+    """The running requests of a service, by id.
 
     The operations on a request run in the order of their calls.
     """
@@ -128,9 +128,9 @@ class Requests:
 
     @asynccontextmanager
     async def turn(self, request_id: str) -> AsyncIterator[Session]:
-        """Wait until earlier operations on the request have ended; provide its session to the body.
+        """Wait for earlier operations on the request; provide its session to the body.
 
-        Later operations on the request wait for the end of the body.
+        Later operations on the request wait until the body ends.
 
         Args:
             request_id: id of the request.
@@ -198,7 +198,7 @@ class Requests:
 
 @contextmanager
 def _listed(held: _Held) -> Iterator[None]:
-    """Add the current task to the request's operations, which `abort` cancels, for the body."""
+    """List the current task, during the body, among the operations that `abort` cancels."""
     task = _current_task()
     held.tasks.add(task)
     try:

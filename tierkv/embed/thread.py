@@ -40,10 +40,10 @@ class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Limits of an embedded service.
 
     Attributes:
-        max_calls: number of open calls: running calls, and finished calls whose result was not
-            read.
-        load_timeout_s: seconds after which cached blocks that have not arrived are computed
-            instead.
+        max_calls: largest number of open calls: running calls, and finished calls whose result was
+            not read.
+        load_timeout_s: seconds that the load of a request's cached blocks may take. The engine
+            computes blocks that have not arrived by then.
         open_deadline_s: seconds that `open` waits for memory and the store.
         close_deadline_s: seconds that `close` waits for copies.
         grace_s: seconds that running calls may take after `close` was called; then they are
@@ -64,8 +64,8 @@ class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 log = logging.getLogger(__name__)
 
-_CHECK_DEVICE_S = 0.05  # a device that is lost has no way to call
-_UNWIND_S = 2.0  # a service that failed may wait for a copy; its callers are answered before that
+_CHECK_DEVICE_S = 0.05  # a lost device sends no notice
+_UNWIND_S = 2.0  # a failed service may wait for a copy; its callers get an answer after this time
 NEEDS_NO_DEVICE = frozenset({"end", "abort", "stats", "verify"})
 
 
@@ -73,9 +73,11 @@ class ServiceThread:
     """A service in a thread of its own, and the calls to it from any other thread.
 
     Args:
-        build: returns the service; called on the thread, which also closes the service's device.
+        build: returns the service; called on the service's thread, which also closes the service's
+            device.
         settings: limits of calls and deadlines.
-        at_close: called on the thread when all calls have ended, before the service closes.
+        at_close: called on the service's thread when all calls have ended, before the service
+            closes.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class ServiceThread:
         self._service: Service | None = None
         self._group: asyncio.TaskGroup | None = None
         self._running: dict[int, tuple[Call[Any], asyncio.Task[object]]] = {}
-        self._reasons: dict[int, TierKVError] = {}  # why calls under way are being cancelled
+        self._reasons: dict[int, TierKVError] = {}  # why running calls are being cancelled
         self._is_awake = False
         self._has_calls = asyncio.Event()
         self._is_failing = False
@@ -138,7 +140,8 @@ class ServiceThread:
 
         Raises:
             CloseTimeoutError: the service was still closing after the deadline.
-            TierKVError: the service had stopped with this error, which no call has reported.
+            TierKVError: the service had stopped before with this error, and no call has reported
+                it.
         """
         if not self._thread.close(deadline_s):
             raise CloseTimeoutError(
@@ -162,7 +165,7 @@ class ServiceThread:
     def run(
         self, kind: str, work: Callable[[Service], Awaitable[T]], *, request_id: str = ""
     ) -> Call[T]:
-        """Make a call that runs `work` with the service on the service's thread; return the call.
+        """Return a call that runs `work` with the service, on the service's thread.
 
         Args:
             kind: the call's name.
@@ -227,7 +230,7 @@ class ServiceThread:
             watcher.cancel()
 
     async def _finish_calls(self) -> None:
-        """Wait until no call runs; cancel calls that still run after `grace_s`."""
+        """Wait until no call runs. Calls that still run after `grace_s` are cancelled."""
         self._drain()
         tasks = {task for _, task in self._running.values()}
         if tasks:
@@ -260,7 +263,10 @@ class ServiceThread:
         task.add_done_callback(partial(self._answer, call))
 
     async def _run(self, call: Call[Any], work: Work) -> object:
-        """Return the result or the TierKVError of `work`; a raised error would stop the service."""
+        """Return the result of `work`, or the TierKVError that `work` raised.
+
+        A raised error would stop the service.
+        """
         try:
             if call.kind not in NEEDS_NO_DEVICE:
                 self._check_device()
@@ -269,12 +275,12 @@ class ServiceThread:
             return error
 
     def _answer(self, call: Call[Any], task: asyncio.Task[object]) -> None:
-        """Answer a call whose task has ended, even one that was cancelled before its first step."""
+        """Set the answer of a call whose task has ended or was cancelled."""
         del self._running[call.number]
         reason = self._reasons.pop(call.number, None)
         if task.cancelled():
             if self._is_failing:
-                return  # `_ended` answers, with what made the service fail
+                return  # `_ended` answers with the error of the service
             self.exchange.finish(call, error=reason or AbortedError(f"{call} was cancelled"))
         elif (unexpected := task.exception()) is not None:
             self.exchange.fail(_as_failure(unexpected))
