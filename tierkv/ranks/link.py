@@ -1,9 +1,9 @@
 """Messages between a scheduler's process and its workers' processes, over a Unix socket.
 
-A worker is the process of one rank of the engine. Each message is `length u32 | record`, the record
-sealed by `storage.codec` (magic, version, checksum). A worker sends `Hello` first. The answer is
-`SharedMemory`, with the file descriptors of the host slots, or `WorkerRefused`. Afterwards the only
-message is a worker's `Goodbye`: the engine's own messages carry the plans of copies.
+A worker is the process of one rank of the engine. Each message is `length u32 | record`; the record
+is sealed by `storage.codec` (magic, version, checksum). A worker first sends `Hello`. The scheduler
+answers with `SharedMemory` and the file descriptors of the host slots, or with `WorkerRefused`. The
+last message is the worker's `Goodbye`. Plans of copies travel in the engine's own messages.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class HostRegion(msgspec.Struct, frozen=True):
-    """The size of a file with host slots, and the range of bytes of each slot that a worker uses.
+    """A file of host slots, and the range of bytes of each slot that one worker uses.
 
     Attributes:
         num_slots: number of slots in the file.
@@ -68,13 +68,13 @@ class HostRegion(msgspec.Struct, frozen=True):
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
-    """The host slots of each KV cache group, sent with one file descriptor for each group.
+    """The scheduler's answer to an accepted worker: its host slots, with their file descriptors.
 
     Attributes:
-        regions: the file of each group, in the order of the groups.
+        regions: the file of each KV cache group, in the order of the groups and of the descriptors.
         saves: True if the worker writes the slots; False if another rank with the same bytes does.
-        has_life: True if one more descriptor follows. The worker holds it open while it may copy,
-            so that other processes can see whether it still may.
+        has_life: True if one more descriptor follows. The worker keeps it open for as long as it
+            may copy, so that other processes can find out when its copies are over.
     """
 
     regions: tuple[HostRegion, ...]
@@ -93,11 +93,11 @@ class WorkerRefused(msgspec.Struct, frozen=True, tag="not_taken"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """A worker's last message: all of its copies have ended, and it begins no more.
+    """A worker's last message, sent when all of its copies have ended and it begins no more.
 
     Attributes:
-        finished: number and problem of each plan whose end the engine's own messages have not
-            reported; the problem is None if there was none.
+        finished: (number, problem) of each ended plan that the engine's own messages have not
+            reported; the problem is None if the plan succeeded.
     """
 
     finished: tuple[tuple[int, str | None], ...] = ()
@@ -106,15 +106,15 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 class Plan(msgspec.Struct, frozen=True):
     """A list of copies in one direction between host slots and device blocks.
 
-    The engine's own messages carry plans to its ranks.
+    The engine's own messages carry plans from the scheduler to the ranks.
 
     Attributes:
         number: number of the plan, at least 0, by which a worker reports its end.
         kind: "load" (host to device) or "offload" (device to host).
-        source: slots or blocks to read, little-endian int32, one for each copy.
-        target: slots or blocks to write, little-endian int32, one for each copy.
-        groups: number of copies of each KV cache group, in the order of the groups; () for one
-            group.
+        source: ids of the slots or blocks to read, little-endian int32, one for each copy.
+        target: ids of the slots or blocks to write, little-endian int32, one for each copy.
+        groups: number of copies of each KV cache group, in the order of the groups; () if there is
+            one group.
     """
 
     number: int
@@ -124,12 +124,12 @@ class Plan(msgspec.Struct, frozen=True):
     groups: tuple[int, ...] = ()
 
     def slots(self) -> tuple[Ids, Ids]:
-        """Return `source` and `target` as int32 [n] each."""
+        """Return the ids in `source` and in `target`, int32 [n] each."""
         source, target = np.frombuffer(self.source, "<i4"), np.frombuffer(self.target, "<i4")
         return source.astype(np.int32), target.astype(np.int32)
 
     def parts(self) -> list[tuple[int, Ids, Ids]]:
-        """Return, for each group with copies, its number, its sources and its targets."""
+        """Return (group's number, source ids, target ids) for each KV cache group with copies."""
         source, target = self.slots()
         if not self.groups:
             return [(0, source, target)]
@@ -149,7 +149,7 @@ class LinkClosedError(TransferError):
 
 
 class Link:
-    """One end of a connection. Several threads may send; one receives."""
+    """One end of a connection. Several threads may send; one thread may receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -160,11 +160,11 @@ class Link:
         return self._socket.fileno()
 
     def peer_pid(self) -> int:
-        """Return the id of the process at the other end, as the kernel knows it."""
+        """Return the id of the process at the other end, as the kernel reports it."""
         return credentials(self._socket)[0]
 
     def send(self, record: bytes | Record, *, descriptors: Sequence[int] = ()) -> None:
-        """Send a record; block while the other end does not read.
+        """Send a record; block while the other end reads nothing.
 
         Args:
             record: the record, or its sealed bytes.
@@ -191,7 +191,7 @@ class Link:
         """Wait for bytes, then return the messages that have arrived completely.
 
         Returns:
-            The messages, sealed; `read` decodes them. [] if none is complete, or no bytes came
+            The sealed messages, to be decoded by `read`. [] if none is complete, or no bytes came
                 within the link's time limit.
 
         Raises:
@@ -211,10 +211,13 @@ class Link:
         return self._whole_records()
 
     def receive_memory(self) -> tuple[SharedMemory, list[int]]:
-        """Return the answer to a worker's hello, and its descriptors, which the caller must close.
+        """Wait for the scheduler's answer to a worker's hello.
+
+        Returns:
+            The answer, and its file descriptors, which the caller must close.
 
         Raises:
-            ConfigError: the worker is refused.
+            ConfigError: the scheduler refuses the worker.
             StoreCorruptError: the answer cannot be read.
             LinkClosedError: the scheduler has ended.
         """
@@ -229,7 +232,7 @@ class Link:
         """Wait for the next message and the file descriptors sent with it.
 
         Returns:
-            The message, sealed, and the descriptors, which the caller must close.
+            The sealed message, and the descriptors, which the caller must close.
 
         Raises:
             LinkClosedError: the scheduler has ended.
@@ -261,14 +264,14 @@ class Link:
         return records
 
     def stop_receiving(self) -> None:
-        """Let `receive` in another thread raise LinkClosedError; sending stays possible."""
+        """Make `receive` raise LinkClosedError in every thread; sending stays possible."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
     def shutdown(self) -> None:
-        """End sending and receiving, also in other threads.
+        """End sending and receiving in all threads.
 
-        Call `close` when these threads no longer use the link.
+        Call `close` when no other thread uses the link any more.
         """
         with suppress(OSError):  # the other end has closed first
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -279,7 +282,7 @@ class Link:
 
 
 def read(value: bytes) -> Record:
-    """Return the message in the sealed bytes `value`.
+    """Decode a sealed message.
 
     Raises:
         StoreCorruptError: `value` is not a message of this protocol.
@@ -308,7 +311,7 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def listen(path: str) -> socket.socket:
-    """Return a socket that listens at `path`; only processes of this user can connect.
+    """Return a socket that listens at `path`, to which only processes of this user can connect.
 
     Raises:
         ConfigError: another process listens there already, or the path cannot be bound.
@@ -335,9 +338,9 @@ def remove_left_over(paths: Iterable[str | Path]) -> None:
 
 
 def _is_left_over(path: str | Path) -> bool:
-    """Return whether `path` is a socket file at which no process listens.
+    """Return True if `path` is a socket file at which no process listens.
 
-    The probe is a datagram socket, which cannot connect to a stream socket and disturbs no
+    The probe is a datagram socket, which cannot connect to a stream socket and so disturbs no
     listener.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
@@ -358,11 +361,11 @@ def greeted(end: socket.socket, timeout_s: float) -> tuple[Link, Hello]:
         timeout_s: seconds to wait for the hello.
 
     Returns:
-        The link to the worker, and its hello.
+        The link to the worker, and the worker's hello.
 
     Raises:
-        LinkClosedError: the peer belongs to another user, or has ended.
-        StoreCorruptError: the peer's first message is not a hello.
+        LinkClosedError: the other process belongs to another user, or has ended.
+        StoreCorruptError: the first message is not a hello.
     """
     link = Link(end)
     try:

@@ -4,9 +4,9 @@ A block consists of the slices of all ranks, one after the other.
 
     host slot   | rank 0: its layers, in order | rank 1: its layers, in order | ...
 
-The scheduler counts one block for all ranks, one value in storage holds all of it, and each rank
-copies one contiguous range of each slot. For the service, the layers of rank 1 follow those of rank
-0.
+For the scheduler, the slices of all ranks are one block with one slot. Each rank copies one
+contiguous range of each slot. In the layout of the whole block, the layers of rank 1 follow those
+of rank 0.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class SharedSlots(CpuHostSlots):
     of these processes ends.
 
     Attributes:
-        array: uint8 [num_slots, n], the bytes of `piece` of each slot.
-        descriptor: the file's descriptor, until these slots are closed.
+        array: uint8 [num_slots, n], the bytes of each slot that this process uses.
+        descriptor: the file's descriptor, which `close` closes.
     """
 
     def __init__(self, descriptor: int, num_slots: int, block_bytes: int, piece: slice) -> None:
-        """Map the file of `descriptor`, which these slots own from now on.
+        """Map the file of `descriptor`; this object closes the descriptor.
 
         Args:
-            descriptor: descriptor of a file of `num_slots * block_bytes` bytes or more; closed if
-                the call raises, too.
+            descriptor: descriptor of a file of at least `num_slots * block_bytes` bytes; also
+                closed if the call raises.
             num_slots: number of slots in the file.
             block_bytes: bytes of a slot.
             piece: the range of bytes of each slot that this process uses.
 
         Raises:
-            ConfigError: the file is too small, or this process has no addresses left.
+            ConfigError: the file is too small, or this process has no free addresses.
         """
         self.num_slots = num_slots
         self.descriptor = descriptor
@@ -85,9 +85,9 @@ class SharedSlots(CpuHostSlots):
         self._array = whole[:, piece]
 
     def fill(self) -> None:
-        """Allocate the file's memory in the background, from the first slot on.
+        """Start a thread that allocates the file's memory, from the first slot on.
 
-        The slots can be used before: the first write to a page allocates that page.
+        The slots can be used at once: the first write to a page allocates that page.
 
         Raises:
             ConfigError: no thread can be started.
@@ -130,7 +130,7 @@ def shared_memory(num_bytes: int) -> int:
         The file's descriptor, which the caller must close.
 
     Raises:
-        ConfigError: there is too little memory; the sentence names the limit and the bytes left.
+        ConfigError: there is too little memory; the text names the limit and the bytes left.
     """
     require_room(num_bytes, HOST_TIER, HOST_SETTING)
     descriptor = os.memfd_create("tierkv-host-slots", os.MFD_CLOEXEC)
@@ -146,14 +146,14 @@ def shared_memory(num_bytes: int) -> int:
 
 
 def shared_slots(num_slots: int, block_bytes: int) -> SharedSlots:
-    """Return new host slots that other processes can map; their memory is allocated gradually.
+    """Create host slots that other processes can map; a thread allocates their memory.
 
     Args:
         num_slots: number of slots.
         block_bytes: bytes of a slot.
 
     Returns:
-        The slots; this process uses all bytes of each.
+        The slots. This process uses all bytes of each slot.
 
     Raises:
         ConfigError: there is too little memory.
@@ -169,7 +169,7 @@ def shared_slots(num_slots: int, block_bytes: int) -> SharedSlots:
 
 
 class EnginePlanes:
-    """Planes (memory for blocks) that an engine has allocated.
+    """Planes (device memory for blocks) that an engine has allocated.
 
     Args:
         layout: the planes of a block.
@@ -202,7 +202,8 @@ class EngineCpuDevice(CpuDevice):
     """The CPU as a device, for an engine in this process that has allocated its KV arrays itself.
 
     Args:
-        arrays: the engine's array for each plane, see `EnginePlanes`.
+        arrays: for each plane, the engine's array, uint8 [num_blocks, block_bytes], C order,
+            writeable.
     """
 
     def __init__(self, arrays: Sequence[Bytes2D]) -> None:
@@ -225,11 +226,11 @@ class EngineCpuDevice(CpuDevice):
 
 
 class SlotPieces:
-    """One rank's range of bytes of each slot of `host`, whose memory must outlive this object.
+    """One rank's range of bytes of each slot of `host`. The slots must stay open.
 
     Args:
         host: the slots.
-        piece: range of bytes within each slot.
+        piece: the range of bytes within each slot.
     """
 
     def __init__(self, host: HostSlots, piece: slice) -> None:
@@ -246,12 +247,12 @@ class SlotPieces:
 class SharedCpuDevice(CpuDevice):
     """The CPU as a device, with host slots that other processes can map.
 
-    The slices of a block that belong to ranks have names in storage that are made from the whole
-    block, so that nodes with another number of ranks find them.
+    If `shards` are given, storage has one value for each rank's slice of a block. Its name is made
+    from the whole block, so that nodes with another number of ranks find it.
 
     Args:
-        shards: layout of each rank's slice of a block, one after the other in a slot; () if blocks
-            are not split by ranks.
+        shards: layout of each rank's slice of a block, in the order of the slices in a slot; () if
+            blocks are not split over ranks.
     """
 
     def __init__(self, shards: Sequence[Layout] = ()) -> None:
@@ -263,7 +264,7 @@ class SharedCpuDevice(CpuDevice):
         return shared_slots(num_slots, block_bytes)
 
     def slices(self, host: HostSlots) -> list[Slice]:
-        """Return each rank's slice of the slots of `host`, which this device has allocated."""
+        """Return each rank's slice of the slots of `host`, which `allocate_host` has returned."""
         size = len(self._shards)
         return [
             Slice(Shard(rank, size), layout, SlotPieces(host, piece))
@@ -274,10 +275,10 @@ class SharedCpuDevice(CpuDevice):
 
 
 def side_by_side(shards: Sequence[Layout]) -> Layout:
-    """Return the layout of blocks that consist of a slice for each of `shards`, in order.
+    """Return the layout of blocks that consist of one slice for each of `shards`, in order.
 
     Returns:
-        The layout, in which the layers of a shard follow those of the shard before.
+        The layout. The layers of each shard follow those of the shard before.
 
     Raises:
         LayoutError: there are no shards, or their block sizes differ.
@@ -303,7 +304,7 @@ def pieces(shards: Sequence[Layout]) -> list[slice]:
 
 
 def digest_of(layouts: Sequence[Layout]) -> bytes:
-    """Return the digest of a layout, or one digest for the layouts of several cache groups."""
+    """Return the digest of a layout, or one digest for the layouts of several KV cache groups."""
     digests = [layout.digest for layout in layouts]
     return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
 
@@ -316,11 +317,11 @@ def join(
     Args:
         link: the link to the scheduler.
         rank: number of this rank.
-        planes: planes of each KV cache group.
+        planes: this rank's planes of each KV cache group.
 
     Returns:
-        The host slots of each group; a descriptor to hold open while this rank may copy, None
-            without one; and True if this rank writes the slots.
+        Three values: the host slots of each group; a descriptor to keep open while this rank may
+            copy, None if the scheduler sent none; and True if this rank writes the slots.
 
     Raises:
         ConfigError: the scheduler refuses this worker, or the slots cannot be mapped.

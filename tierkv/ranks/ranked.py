@@ -1,11 +1,11 @@
-"""Several tensor-parallel ranks as one device: each rank holds its heads of every block.
+"""Several tensor-parallel ranks as one device: each rank has its heads of every block.
 
     block b, device   rank 0 | planes of heads 0 1 |    rank 1 | planes of heads 2 3 |
     host slot s       rank 0 | its bytes |              rank 1 | its bytes |
 
-A block has the same number on all ranks, and this device submits each copy to every rank. An event
-is done when it is done on all ranks. It fails only after every rank has stopped touching the
-blocks, and names the rank that failed.
+A block has the same id on all ranks, and this device submits each copy to every rank. An event is
+done when the copies of all ranks are done. It fails when no rank touches the blocks any more and a
+rank has failed, which the error names.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def _close(parts: Sequence[Device | Planes | HostSlots | Lane]) -> None:
 
 
 class RankedDevice:
-    """The devices of several ranks as one; `close` closes all of them.
+    """The devices of several ranks as one device. `close` closes all of them.
 
     Args:
         devices: one device for each rank, in the order of the ranks.
         scheme: the division of a block over the ranks.
         late_s: seconds after which `findings` reports a copy that a rank has not finished.
-        now: a monotonic clock, in seconds.
+        now: returns the time of a monotonic clock, in seconds.
 
     Raises:
         ConfigError: `devices` is empty.
@@ -107,18 +107,26 @@ class RankedDevice:
         return ", ".join(device.status for device in self.devices)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return the first rank's context for computing: one thread computes for all ranks."""
+        """Return the first device's context for computing, in which all ranks compute."""
         return self.devices[0].computing()
 
     def findings(self) -> list[str]:
-        """Return one sentence for each rank that has not finished a copy within `late_s`."""
+        """Return one sentence for each rank with a copy that has not finished within `late_s`."""
         return self._pending.findings()
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> RankedPlanes:
         """Allocate planes on all ranks.
 
-        The `arrays` of the result are those of rank 0, in the order of its layout, then those of
-        rank 1, and so on.
+        Args:
+            layout: the layout of a whole block.
+            num_blocks: number of blocks, the same on each rank.
+
+        Returns:
+            The planes of all ranks. Their `arrays` are those of rank 0, in the order of its layout,
+                then those of rank 1, and so on.
+
+        Raises:
+            LayoutError: the ranks split another layout.
         """
         self._check(layout)
         parts: list[Planes] = []
@@ -142,7 +150,7 @@ class RankedDevice:
         return RankedHost(num_slots, parts)
 
     def slices(self, host: HostSlots) -> list[Slice]:
-        """Return each rank's slice of the slots of `host`, which this device has allocated."""
+        """Return each rank's slice of the slots of `host`, which `allocate_host` has returned."""
         assert isinstance(host, RankedHost), "a ranked device's slots are ranked"
         parts = zip(self.shards, self.layouts, host.parts, strict=True)
         return [Slice(shard, layout, part) for shard, layout, part in parts]
@@ -194,7 +202,7 @@ class RankedPlanes:
 
 
 class RankedHost:
-    """Host slots of several ranks: each rank has its bytes of a slot in memory of its own."""
+    """Host slots of several ranks: each rank has an array of its own for its bytes of each slot."""
 
     def __init__(self, num_slots: int, parts: Sequence[HostSlots]) -> None:
         self.num_slots = num_slots
@@ -202,7 +210,7 @@ class RankedHost:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """Not available, since the ranks have separate arrays: see `parts`.
+        """Not available, because each rank has its own array; see `parts`.
 
         Raises:
             LayoutError: always.
@@ -245,12 +253,12 @@ class _PendingCopy:
 
 
 class _PendingCopies:
-    """Copies that some rank has not finished. Thread-safe.
+    """The copies that at least one rank has not finished. Thread-safe.
 
     Args:
         num_ranks: number of ranks.
         late_s: seconds after which `findings` reports a copy.
-        now: a monotonic clock, in seconds.
+        now: returns the time of a monotonic clock, in seconds.
     """
 
     def __init__(self, num_ranks: int, *, late_s: float, now: Callable[[], float]) -> None:
@@ -262,7 +270,7 @@ class _PendingCopies:
         self._lock = threading.Lock()
 
     def begin(self) -> Callable[[int], None]:
-        """Add a copy of all ranks; return a function to call with each rank that finishes it."""
+        """Add a copy; return a function to call with the number of each rank that finishes it."""
         with self._lock:
             number = next(self._numbers)
             self._copies[number] = _PendingCopy(self._now(), set(self._finished_at))
@@ -294,7 +302,7 @@ class _PendingCopies:
             ]
 
     def _silent_s(self, rank: int, oldest: _PendingCopy, now: float) -> float:
-        """Return the seconds since the rank's last finished copy, or since a later `oldest`."""
+        """Return the seconds since the rank finished a copy, or since a later start of `oldest`."""
         return now - max(self._finished_at[rank], oldest.begun)
 
 
@@ -302,8 +310,9 @@ class RankedEvent:
     """One event for all ranks, done when the events of all ranks are done.
 
     Args:
-        parts: one event for each rank.
-        settled: called once with each rank whose event is done or has failed; None for no call.
+        parts: one event for each rank, in the order of the ranks.
+        settled: called with the number of each rank, once, when its event is found done or failed;
+            None for no call.
     """
 
     def __init__(
@@ -329,8 +338,8 @@ class RankedEvent:
         """True if the work of all ranks has finished.
 
         Raises:
-            TransferError: a rank's work has failed, and no rank works any more. The text names the
-                first rank that failed.
+            TransferError: the work of at least one rank has failed, and no rank works any more. The
+                text names the first rank that failed.
         """
         with self._lock:
             for rank in sorted(self._pending):
@@ -385,9 +394,9 @@ def part_of(event: Event, rank: int) -> Event:
 
     Args:
         event: an event of all ranks, or any other event.
-        rank: the rank.
+        rank: number of the rank.
 
     Returns:
-        The rank's event; `event` itself if it is not an event of all ranks.
+        The rank's event if `event` is one of all ranks, otherwise `event` itself.
     """
     return event.parts[rank] if isinstance(event, RankedEvent) else event

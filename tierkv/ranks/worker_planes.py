@@ -1,8 +1,8 @@
-"""Copies of the ranks of an engine that owns its device blocks.
+"""Copies by the ranks of an engine that has allocated its device blocks itself.
 
-The engine's step messages carry plans of copies to the ranks, and its outputs carry reports back. A
-Unix socket gives each rank in another process the memory of the host slots once, and afterwards
-shows whether the rank has ended.
+The engine's step messages carry plans of copies to the ranks, and its outputs carry reports back.
+Over a Unix socket, each rank in another process receives the memory of the host slots once. The end
+of the connection later shows that the rank has ended.
 
     scheduler's process: RankSocket                     worker's process: WorkerPlanes
     listens once there is memory  <---- Hello --------  connect(): retries until it listens
@@ -62,12 +62,12 @@ _END_S = 5.0  # time limit from the end of a process's connection to the end of 
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The report of a rank that a plan of copies has ended.
+    """A rank's report that a plan of copies has ended.
 
     Attributes:
         number: number of the plan.
         rank: number of the rank.
-        problem: the reason why the plan failed; None if it did not.
+        problem: the reason why the plan failed; None if it succeeded.
     """
 
     number: int
@@ -81,14 +81,14 @@ class _Copies:
 
     Attributes:
         events: events of each group's copies that have not ended, one for each layer.
-        problem: the reason why a copy failed or could not begin; None if none did.
+        problem: the reason why a copy failed or could not begin; None if all succeeded so far.
     """
 
     events: dict[int, tuple[Event, ...]] = field(default_factory=dict)
     problem: str | None = None
 
     def are_done(self) -> bool:
-        """Return whether all copies have ended; `problem` is final then."""
+        """Return True if all copies have ended. Afterwards `problem` does not change."""
         for group, events in list(self.events.items()):
             try:
                 if not events[-1].is_done:
@@ -102,13 +102,12 @@ class _Copies:
 class WorkerPlanes:
     """One rank's KV tensors, and the copies between them and the host slots.
 
-    The engine's thread calls the methods. Plans that arrive before the host slots are known wait
-    for them.
+    The engine's thread calls the methods. Plans that arrive before the host slots wait for them.
 
     Args:
         device: the device of the planes.
-        planes: the engine's own planes of each KV cache group: `EnginePlanes`, or those that a CUDA
-            device has adopted.
+        planes: the engine's own planes of each KV cache group: `EnginePlanes`, or planes that a
+            CUDA device has adopted.
         rank: number of this rank.
     """
 
@@ -141,15 +140,16 @@ class WorkerPlanes:
 
     @property
     def is_attached(self) -> bool:
-        """True if the host slots are known, so that copies need not wait for them."""
+        """True if this rank has its host slots, so that copies begin at once."""
         return bool(self._lanes)
 
     def attach(self, hosts: HostSlots | Sequence[HostSlots], *, saves: bool = True) -> None:
-        """Use these host slots from now on, and start the copies that waited for them.
+        """Use these host slots from now on, and start the copies that waited for host slots.
 
         Args:
             hosts: host slots of each KV cache group.
-            saves: False if another rank saves the same bytes; plans to save then end at once.
+            saves: False if another rank saves the same bytes; this rank then copies nothing for
+                plans to save, and reports their end at once.
         """
         hosts = self._hosts = hosts if isinstance(hosts, Sequence) else (hosts,)
         lanes = {}
@@ -168,7 +168,7 @@ class WorkerPlanes:
     def connect(self, path: str, connect_deadline_s: float = 60.0) -> None:
         """Start a thread that gets the host slots from the `RankSocket` at `path`.
 
-        The `RankSocket` may be opened later; the thread retries until then.
+        The thread retries until a `RankSocket` listens there.
 
         Args:
             path: path of the Unix socket.
@@ -238,7 +238,7 @@ class WorkerPlanes:
                 return
 
     def wait_layer(self, number: int, layer: int, timeout_s: float, *, group: int = 0) -> None:
-        """Make the compute stream wait until a load has brought a layer of a KV cache group.
+        """Make the compute stream wait until a load has copied one layer of a KV cache group.
 
         Args:
             number: number of the plan.
@@ -263,7 +263,7 @@ class WorkerPlanes:
             self._device.compute_stream.wait(events[layer], max(deadline - time.monotonic(), 0.0))
 
     def wait(self, number: int, timeout_s: float) -> None:
-        """Block until a plan has ended; `finished` returns its outcome.
+        """Block until a plan has ended or `timeout_s` has passed; `finished` returns the outcome.
 
         Args:
             number: number of the plan.
@@ -281,14 +281,14 @@ class WorkerPlanes:
     def replace(self, planes: Planes | Sequence[Planes]) -> None:
         """Use other tensors of the same layouts from now on.
 
-        No copy may be in flight, and `attach` must have been called, not `connect`.
+        No copy may be in flight, and the host slots must come from `attach`, not from `connect`.
         """
         self._held.close()
         self._planes = tuple(planes) if isinstance(planes, Sequence) else (planes,)
         self.attach(self._hosts, saves=self._saves)
 
     def finished(self) -> list[Finished]:
-        """Return the plans that have ended, each once. Never blocks."""
+        """Return a report for each plan that has ended, each once. Never blocks."""
         done = []
         with self._lock:
             for number, begun in list(self._open.items()):
@@ -302,11 +302,12 @@ class WorkerPlanes:
     ) -> None:
         """Wait until all running copies have ended, and release the host slots.
 
-        The scheduler gets the outcomes of these copies by the socket, and `finished` returns them.
-        Further calls do nothing.
+        The scheduler receives the outcomes of these copies over the socket, and `finished` returns
+        them. Further calls do nothing.
 
         Args:
-            unreported: results of `finished` that the engine had no step left to report.
+            unreported: results of `finished` that the engine could not report, because it runs no
+                further step.
             is_process_ending: True to return once the copies have ended, before the host slots are
                 released. Unpinning many of them takes seconds, and the kernel does it when the
                 process ends.
@@ -360,7 +361,10 @@ class WorkerPlanes:
         link.close()
 
     def _reach(self, path: str, deadline: float) -> Link:
-        """Connect and get the host slots; after `deadline`, raise the error that prevents it."""
+        """Connect and receive the host slots.
+
+        Raise the last error if that fails until `deadline`.
+        """
         while True:
             try:
                 link = self._link = connect(path, _ANSWER_S)
@@ -397,21 +401,23 @@ class WorkerPlanes:
 
 
 class RankSocket:
-    """The socket that gives ranks in other processes their bytes of the host slots.
+    """The socket over which ranks in other processes receive their bytes of the host slots.
 
-    It belongs to `EngineCache(ranks=)`. A rank that is lost cannot connect again, since copies of
+    `EngineCache(ranks=...)` uses it. A rank that is lost cannot connect again, because copies of
     its old process could overlap with those of a new one.
 
     Args:
         path: path of the Unix socket, open to processes of this user alone; its directory should be
             private.
-        shards: the layout of each rank, or its layouts of each KV cache group. If the engine's
-            blocks are split over the ranks, they are `side_by_side` of these. Otherwise each shard
-            is a whole block: all ranks hold the same bytes, all load, and rank 0 saves.
+        shards: for each rank, its layout, or its layouts of each KV cache group. If blocks are
+            split over the ranks, a shard is the layout of the rank's slice, and
+            `side_by_side(shards)` is the layout of the block. If every rank has whole blocks with
+            the same bytes, each shard is the layout of the block: all ranks load, and only rank 0
+            saves.
         connect_deadline_s: seconds after which a rank that has not connected is lost.
 
     Attributes:
-        lost: for each lost rank, the reason; may be read by any thread.
+        lost: the reason by the number of each lost rank; any thread may read it.
         num_ranks: number of ranks.
     """
 
@@ -440,7 +446,7 @@ class RankSocket:
         return [one[group] for one in self._shards if group < len(one)]
 
     def check(self, layouts: Sequence[Layout]) -> None:
-        """Check that the ranks' shards make up whole blocks of all groups.
+        """Check that the ranks' shards make up whole blocks of all KV cache groups.
 
         Args:
             layouts: the layout of a whole block of each group.
@@ -451,9 +457,9 @@ class RankSocket:
         self._pieces(layouts)
 
     def _pieces(self, layouts: Sequence[Layout]) -> list[list[slice]]:
-        """Return each rank's range of bytes in a host slot, for each group.
+        """Return each rank's range of bytes in a host slot, by group.
 
-        May raise ConfigError.
+        Raise ConfigError if none fits.
         """
         if not self._shards or {len(shards) for shards in self._shards} != {len(layouts)}:
             raise ConfigError(
@@ -477,19 +483,19 @@ class RankSocket:
 
     @property
     def failure(self) -> str | None:
-        """The reason why a rank is lost; None while none is."""
+        """The reason why a rank is lost; None if no rank is lost."""
         return next(iter(self.lost.values())) if self.lost else None
 
     def open(
         self, layouts: Sequence[Layout], hosts: Sequence[SharedSlots], *, life: int | None = None
     ) -> None:
-        """Listen, and give the host slots to each rank that connects.
+        """Listen, and send the host slots to each rank that connects.
 
         Args:
-            layouts: the layout of each KV cache group.
+            layouts: the layout of a whole block of each KV cache group.
             hosts: the host slots of each group.
-            life: a file descriptor that a rank holds open while it may copy, so that other
-                processes can see whether it still may; None for none.
+            life: a file descriptor that each rank keeps open while it may copy, so that other
+                processes can find out when its copies are over; None for none.
 
         Raises:
             ConfigError: the path cannot be bound, or the shards do not make up `layouts`.
@@ -510,10 +516,9 @@ class RankSocket:
         self._thread.start()
 
     def pop_reports(self) -> list[Finished]:
-        """Return the last reports of ranks that have closed, each once.
+        """Return the reports in the last messages of ranks that have closed, each once.
 
-        A caller that reads `lost` first, and then calls this method, misses no report of a lost
-        rank.
+        A caller that reads `lost` before this call misses no report of a lost rank.
         """
         reports = []
         while self._last_reports:
@@ -521,7 +526,7 @@ class RankSocket:
         return reports
 
     def wait_until_lost(self, timeout_s: float) -> None:
-        """Block until every rank has closed, for at most `timeout_s` seconds."""
+        """Block until every rank has closed or is lost, for at most `timeout_s` seconds."""
         if self._thread is not None:
             self._all_lost.wait(timeout_s)
 
