@@ -1,4 +1,4 @@
-"""Shared parts of stores: base classes, threads for blocking work, buffers, reasons of failures."""
+"""Shared parts of stores: base classes, threads for blocking work, and work with buffers."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class BaseStore(ABC):
     """A base class with defaults for a simple `Store`.
 
     By default a store has one copy of each value, uses this machine's clock, has no breaker and no
-    listing, sends no messages to its other users, and ignores `use_memory`. Subclasses implement
-    the other methods.
+    listing, sends no hints, and ignores `use_memory`. Subclasses implement the other methods.
     """
 
     @property
@@ -74,7 +73,7 @@ class BaseStore(ABC):
         """Do nothing."""
 
     def when_back(self, call: Callable[[], None]) -> None:  # noqa: B027 - a default
-        """Do nothing: the default store has no breaker."""
+        """Do nothing: this store has no breaker, so it does not notice that it answers again."""
 
     @abstractmethod
     async def present(self, names: Sequence[str]) -> list[bool]: ...
@@ -96,7 +95,7 @@ class BaseStore(ABC):
         limit: int,
         cursor: str | None = None,  # noqa: ARG002 - the protocol's
     ) -> ListPage:
-        """Raise an error, as this store has no listing; stores that have one override this method.
+        """Raise an error, because this store has no listing. A store with a listing overrides this.
 
         Raises:
             StoreUnavailableError: always.
@@ -110,11 +109,11 @@ class BaseStore(ABC):
 
 
 async def usage_of_pages(page: Callable[..., Awaitable[ListPage]]) -> Usage:
-    """Return the number and total bytes of all values of a listing.
+    """Return number and total bytes of all values of a listing.
 
     Args:
-        page: called as `page(cursor=...)`; returns the page at that cursor, or the first page for
-            None.
+        page: returns one page when called as `page(cursor=...)`, with the previous page's cursor,
+            or None for the first page.
     """
     num_values, num_bytes, cursor = 0, 0, None
     while True:
@@ -126,9 +125,9 @@ async def usage_of_pages(page: Callable[..., Awaitable[ListPage]]) -> Usage:
 
 
 class StoreWrapper:
-    """A `Store` that passes each operation to another store, `inner`, after checking names.
+    """A `Store` that checks names and then passes each operation to another store, `inner`.
 
-    A subclass overrides a method to change one operation, or `_ask` to change all.
+    A subclass overrides one method to change one operation, or `_ask` to change all operations.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -162,7 +161,7 @@ class StoreWrapper:
         return self.inner.running()
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """Return the result of `ask(inner)`; every operation goes through this method."""
+        """Return the result of `ask(inner)`. Every operation goes through this method."""
         return await ask(self.inner)
 
     async def ping(self) -> None:
@@ -218,10 +217,10 @@ Item = TypeVar("Item")
 
 
 class WorkerThreads:
-    """Threads for blocking work, which exist inside `running()`.
+    """A pool of threads for a store's blocking work; the threads exist inside `running()`.
 
-    The work uses the caller's buffers, so a cancelled call ends only after its thread has ended the
-    work.
+    The work uses the caller's buffers. A cancelled call therefore ends only after its work has
+    ended.
 
     Args:
         owner: URL of the store, for errors.
@@ -236,7 +235,7 @@ class WorkerThreads:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Start the threads. At the end, refuse new work and wait for work under way.
+        """Start the threads. At the end, refuse new work and wait for the work under way.
 
         Raises:
             ConfigError: the system cannot start another thread.
@@ -284,10 +283,10 @@ class WorkerThreads:
     async def holding(
         self, acquire: Callable[[], T], give_back: Callable[[T], object]
     ) -> AsyncIterator[T]:
-        """Acquire a resource in a thread, yield it, and release it in a thread at the end.
+        """Yield a resource that a thread acquires before the body and releases after it.
 
-        Before the release, wait until no work is under way. If the call is cancelled during
-        `acquire`, the resource is released, too.
+        Before the release, all work under way ends. A resource that is acquired after a cancel is
+        released, too.
 
         Args:
             acquire: acquires and returns the resource.
@@ -308,8 +307,9 @@ class WorkerThreads:
         """Return `work(item)` for each item, in the order of the items, using all threads.
 
         After a cancel no further item is begun; the call raises when the begun ones have ended. A
-        TierKVError of `work` is raised when all items are done. After any other error, the thread
-        that met it begins no further item.
+        TierKVError of `work` is raised after all items are done. Any other error of `work` ends the
+        thread's part of the call: that thread begins no further item, and the error is raised at
+        the end.
 
         Args:
             work: blocking function, called in a thread.
@@ -351,7 +351,7 @@ class WorkerThreads:
         futures: set[asyncio.Future[T]],
         on_cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until all calls have ended; a cancel withdraws those that no thread has begun."""
+        """Wait until all calls have ended; a cancel withdraws calls that no thread has begun."""
 
         def withdraw() -> None:
             on_cancel()
@@ -373,7 +373,7 @@ _MAX_PIECES = 1024
 
 
 def copy_into(content: Buffer, views: Sequence[memoryview]) -> None:
-    """Copy a value into buffers, filling them in order.
+    """Copy a value into buffers, which are filled in order.
 
     Args:
         content: the value, at most as long as all buffers together.
@@ -388,7 +388,7 @@ def copy_into(content: Buffer, views: Sequence[memoryview]) -> None:
 
 
 def room_for(num_bytes: int, views: Sequence[memoryview]) -> tuple[memoryview, ...]:
-    """Return views of the first `num_bytes` bytes of buffers, without a copy.
+    """Return views of the first `num_bytes` bytes of buffers, as if the buffers were joined.
 
     Args:
         num_bytes: number of bytes, at most the sum of the buffers' sizes.
@@ -404,13 +404,13 @@ def flat(buffers: Iterable[Buffer]) -> list[memoryview]:
 
 
 def read_fully(fd: int, views: Sequence[memoryview], digest: Digest | None = None) -> bool:
-    """Fill buffers in order from the start of a file; return False if the file is shorter.
+    """Fill buffers in order with the start of a file; return False if the file is shorter.
 
     Args:
         fd: descriptor of the file.
         views: the buffers to fill.
-        digest: receives each piece as it is read, while the piece is in the processor's cache; None
-            for none.
+        digest: receives each piece right after it is read, while it is in the processor's cache;
+            None for none.
 
     Raises:
         OSError: the file cannot be read.
@@ -432,10 +432,10 @@ def read_fully(fd: int, views: Sequence[memoryview], digest: Digest | None = Non
 
 
 def write_fully(fd: int, parts: Sequence[Buffer]) -> None:
-    """Write all bytes to a file, from its current position on.
+    """Write all bytes to a file, starting at its current position.
 
     Args:
-        fd: file descriptor, open for writing.
+        fd: descriptor of the file, open for writing.
         parts: the bytes in order.
 
     Raises:
@@ -462,10 +462,10 @@ def cut_buffers(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[tuple[m
 
     Args:
         buffers: the buffers in order.
-        sizes: bytes of each piece; their sum is at most that of the buffers.
+        sizes: bytes of each piece; their sum is at most the sum of the buffers' sizes.
 
     Returns:
-        For each piece, the views that it consists of.
+        For each piece, the views that make it up.
     """
     rest = deque(flat(buffers))
     pieces = []
@@ -487,10 +487,10 @@ _UNREACHABLE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno
 
 
 def why_unreachable(error: BaseException) -> str:
-    """Return the end of the sentence "URL cannot be reached ...": the reason and a remedy.
+    """Return the reason for `error` and a remedy, as the end of "URL cannot be reached ...".
 
     Args:
-        error: an OSError, or an error that an OSError has caused.
+        error: an OSError, or an error that was raised from one.
     """
     while not isinstance(error, OSError) and (cause := error.__cause__ or error.__context__):
         error = cause

@@ -1,4 +1,4 @@
-"""The store in a local or mounted directory: values as files, and hints between its processes."""
+"""The store in a local or mounted directory: one file per value, and hints between processes."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ from tierkv.threads import Threads
 
 _log = logging.getLogger(__name__)
 
-# The path of a value leads to something else, such as a link into an unmounted file system.
+# Errors if something else is at the path of a value, such as a link into an unmounted file system.
 _IN_THE_WAY = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP})
 # A file that another user keeps private counts as missing.
 _MISSING = _IN_THE_WAY | {errno.EACCES, errno.EPERM}
 _VALUE_REFUSALS = _MISSING | {errno.EFBIG, errno.EXDEV}
 # Reported as FULL, not FAILED: failures open the breaker, though other values can be read.
 _FULL = WRITE_REFUSALS | _VALUE_REFUSALS
-# A broken sector stays broken: the value would be found, and never be written again. As DAMAGED it
-# is deleted, and later written elsewhere.
+# A broken sector stays broken. A DAMAGED value is deleted and later written to other sectors; as
+# FAILED it would stay, and be found again and again.
 _UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
 # Evictions for one value that the disk refuses: other writers may use up the room that was made.
@@ -90,21 +90,21 @@ _MAX_EVICTIONS = 3
 
 
 class ValueFiles:
-    """Values as files. Methods block. Any number of threads and processes may use the files.
+    """The values of a file store, one file per value. Methods block.
 
-    A file holds a value's bytes and nothing else. Its modification time is the time of expiry, 0
+    Any number of threads and processes may use the files.
+
+    A file contains a value's bytes and nothing else. Its modification time is the time of expiry, 0
     (1970) for never, so a listing need not open files; a file copied without its times counts as
-    expired. The content of a visible file never changes: a value is written elsewhere and renamed,
-    over the old file if there is one. Files are renamed, and expired ones removed, under the lock
-    of their directory.
+    expired. The content of a visible file never changes: a new value is written to another file,
+    which is then renamed. Files are renamed, and expired ones removed, under the lock of their
+    directory.
 
     Args:
         root: the store's directory.
         scratch: the directory of values that are being written.
-        room: makes room for new values by eviction.
-        clock: the clock of the machine that keeps the files, for expiry.
-        syncs: True to write each value to the disk before it becomes visible, and its directory
-            entry before `put` returns.
+        room: evicts values to make room for new ones.
+        clock: the clock of the machine that has the disk, for expiry.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ValueFiles:
         self.listing = Listing(root, clock)
 
     def get(self, item: GetItem) -> GetOutcome:
-        """Read one value into the buffers of `item`."""
+        """Read one value into the buffers of `item`, and return the outcome."""
         try:
             with self._opened(item.name) as fd:
                 if fd is None:
@@ -142,15 +142,15 @@ class ValueFiles:
         return GetOutcome(GetStatus.HIT, num_bytes=num_bytes, digest=digest)
 
     def get_small(self, name: str, max_bytes: int) -> bytes | None:
-        """Return the value called `name`, None if there is none.
+        """Return the value called `name`; None if there is none.
 
         Args:
             name: name of the value.
-            max_bytes: largest length that is accepted.
+            max_bytes: largest accepted length of the value.
 
         Raises:
-            StoreCorruptError: the value is longer than `max_bytes`, or its place on the disk is
-                broken.
+            StoreCorruptError: the value is longer than `max_bytes`, was shortened during the read,
+                or is on a broken part of the disk.
             StoreUnavailableError: the disk fails.
         """
         try:
@@ -172,7 +172,7 @@ class ValueFiles:
             raise _failure(name, error) from error
 
     def put(self, item: PutItem) -> PutOutcome:
-        """Write one value; evict others if there is no room."""
+        """Write one value, evicting others if there is no room; return the outcome."""
         try:
             for _ in range(_MAX_EVICTIONS):
                 num_evictions = self._room.num_evictions
@@ -190,7 +190,7 @@ class ValueFiles:
             return PutOutcome(status, sentence(item.name, error), accepts_others=accepts_others)
 
     def _put_anew(self, item: PutItem) -> PutOutcome:
-        """Write a value; if the store's directory was removed, make it again first."""
+        """Write a value; if the store's directory was removed, create it again first."""
         path = self._path(item.name)
         try:
             return self._put(path, item)
@@ -219,7 +219,7 @@ class ValueFiles:
                 os.unlink(temporary)
 
     def ping(self) -> None:
-        """Check that the directory can be used; make it again if it was removed.
+        """Check that the directory can be used; create it again if it was removed.
 
         Raises:
             OSError: the directory cannot be used.
@@ -230,7 +230,7 @@ class ValueFiles:
             self._renew()
 
     def _renew(self) -> None:
-        """Make the store's directory again, without values, after it was removed."""
+        """Create the store's directory again, without values, after it was removed."""
         self._scratch.renew()
         self._room.forget_size()
 
@@ -252,7 +252,7 @@ class ValueFiles:
         return not self.listing.is_expired(status)
 
     def touch(self, name: str, ttl_s: float) -> bool:
-        """Let a value live for `ttl_s` seconds from now; return True if there is one.
+        """Set a value to expire `ttl_s` seconds from now; return True if there is one.
 
         Args:
             name: name of the value.
@@ -276,7 +276,7 @@ class ValueFiles:
         return True
 
     def count_leading(self, names: Sequence[str]) -> int:
-        """Return the number of `names` with a value before the first name without one.
+        """Return the number of leading `names` that have a value, up to the first that has none.
 
         Raises:
             StoreUnavailableError: the directory cannot be read.
@@ -290,7 +290,7 @@ class ValueFiles:
         return len(names)
 
     def present(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name True if there is a value.
+        """Return, for each name, True if it has a value.
 
         Raises:
             StoreUnavailableError: the directory cannot be read.
@@ -303,7 +303,7 @@ class ValueFiles:
     def sweep(self, stop: threading.Event) -> int:
         """Remove expired values until all are removed or `stop` is set; return their number.
 
-        Also remove empty directories that have not changed for ten minutes, one level per sweep.
+        The sweep also removes empty directories that have not changed for ten minutes.
 
         Raises:
             OSError: the directory cannot be read.
@@ -327,7 +327,7 @@ class ValueFiles:
         """Yield the descriptor of a value's file; None if there is no value or it has expired."""
         path = self._path(name)
         try:
-            # The flags avoid hanging on a FIFO and following a link that someone put there.
+            # The flags prevent hanging on a FIFO and following a symbolic link.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             if error.errno not in _IN_THE_WAY:
@@ -358,17 +358,20 @@ class ValueFiles:
         return stat.S_ISREG(status.st_mode) and not self.listing.is_expired(status)
 
     def _mark_used(self, path: str, status: os.stat_result) -> None:
-        """Record the time of use for eviction, accurate to a minute."""
+        """Set the file's access time, which eviction compares, if it is a minute old or older."""
         if self.listing.seconds_unused(status) < USE_GRAIN_S:
             return
-        # A file of another user, or one that is being replaced, cannot be marked; it is a hit.
+        # A file of another user, or one that is being replaced, cannot be marked; the read goes on.
         with contextlib.suppress(OSError), locked_directory(_parent(path), waits=False):
             expires_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
             used_ns = int(self._clock.wall() * 1e9)
             os.utime(path, ns=(used_ns, expires_ns), follow_symlinks=False)
 
     def _remove_expired(self, path: str) -> bool:
-        """Remove an expired file unless its directory is locked; return True if removed."""
+        """Remove a file if it has expired and its directory is not locked.
+
+        Return True if removed.
+        """
         busy_or_gone = contextlib.suppress(FileNotFoundError, BlockingIOError)
         with busy_or_gone, locked_directory(_parent(path), waits=False):
             if self.listing.is_expired(os.stat(path, follow_symlinks=False)):
@@ -431,11 +434,11 @@ _LEFT_BEHIND_S = 60.0
 _TRY_AGAIN_S = 5.0
 _NOTIFY_S = 0.3
 _THREADS = 3
-_MAX_NOTIFYING = 1024  # more at a time are lost: the disk hangs
+_MAX_NOTIFYING = 1024  # with more at a time the disk hangs, and further hints are lost
 
 
 class FileNotifier:
-    """The `Notifier` of processes that share the directory `root` on one machine.
+    """The `Notifier` of processes on one machine that share the store's directory, `root`.
 
     A hint is a file that is created and removed at once. The kernel (inotify) reports the creation
     to the other processes, even after the file is gone.
@@ -456,7 +459,7 @@ class FileNotifier:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        # Own threads: a disk that hangs may hold them for ever.
+        # Separate threads, because a disk that hangs may block them for ever.
         self._threads = Threads(_THREADS, "tierkv-notify")
         try:
             async with supervised({"tierkv-file-notify": self._serve}):
@@ -466,9 +469,12 @@ class FileNotifier:
             self._threads = None
 
     async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
-        """Create and remove the file of a hint; an error or a slow disk loses the hint."""
+        """Create and remove the file of a hint.
+
+        After an error or on a slow disk the hint is lost.
+        """
         path = self._directory / f"{_digest(topic)}.{check_message(message)}"
-        # A hint that is lost, or hangs with the disk, only delays its reader.
+        # A lost or delayed hint only delays the listeners.
         if self._threads is not None and self._num_notifying < _MAX_NOTIFYING:
             notifying = asyncio.get_running_loop().run_in_executor(self._threads, _flash, path)
             self._num_notifying += 1
@@ -498,7 +504,7 @@ class FileNotifier:
             await asyncio.sleep(_TRY_AGAIN_S)
 
     async def _open(self) -> int:
-        """Call `_watch` in a thread; if this call is cancelled, close the descriptor."""
+        """Call `_watch` in a thread; if this call is cancelled, the descriptor is closed."""
         loop = asyncio.get_running_loop()
         opening = loop.run_in_executor(self._threads, _watch, self._directory)
         try:
@@ -564,7 +570,7 @@ def _digest(topic: str) -> str:
 
 
 def _flash(path: Path) -> None:
-    """Create a file and remove it at once, which watching processes notice."""
+    """Create a file and remove it at once; processes that watch the directory are notified."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
@@ -575,7 +581,7 @@ def _flash(path: Path) -> None:
 
 
 def _watch(directory: Path) -> int:
-    """Return an inotify descriptor that reports files created in `directory`; remove old hints."""
+    """Remove old hints; return an inotify descriptor that reports files created in `directory`."""
     os.makedirs(directory, mode=0o700, exist_ok=True)
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -601,12 +607,9 @@ class FileSettings:
     """The settings of a file store.
 
     Attributes:
-        num_threads: number of threads that read; as many others write.
-        syncs_values: write every value to the disk before it counts as stored. Off by default: a
-            block lost in a power cut is a miss, and an incomplete one is detected by its length and
-            checksum. If on, 64 values of 2 MiB are written at 0.8-1.1 GB/s instead of 1.2-2.7.
-        sweep_interval_s: seconds between removals of expired values, which cannot be read even
-            before they are removed.
+        num_threads: number of threads that read; the same number of other threads write.
+        sweep_interval_s: seconds between removals of expired values. An expired value counts as
+            missing even before its removal.
         capacity_bytes: largest total size of all values, beyond which the least recently used ones
             are evicted. None for no limit.
         min_free_bytes: bytes of the file system to keep free by evicting values; 0 to use all that
@@ -638,16 +641,15 @@ class FileSettings:
 class FileStore(BaseStore):
     """A `Store` in files below a directory, which any number of processes may share.
 
-    Some threads read, others write. There are no deadlines: if a read hangs, its caller waits even
-    after a cancel, because the buffers are in use. A directory that was removed is made again for
-    the next value.
+    There are no deadlines: if a read hangs, its caller waits even after a cancel, because the
+    buffers are in use. If the directory is removed, the next write creates it again.
     """
 
     def __init__(self, root: Path, settings: FileSettings, clock: Clock) -> None:
-        """Set the directory; it is made when the store is opened.
+        """Set the directory, which is created when the store is opened.
 
         Args:
-            root: the directory; a relative path starts at the present working directory.
+            root: the directory; a relative path starts at the current working directory.
             settings: settings of the store.
             clock: the clock for times to live.
         """

@@ -1,8 +1,8 @@
 """The directory of a file store: paths of values, unfinished values, and eviction.
 
-Eviction keeps the values within the store's capacity, and a part of the disk free. The blocks of a
-prompt are written and used together; the prompt's last blocks are evicted first, because the first
-ones are useful without them.
+Eviction keeps the total size of the values within the store's capacity, and a part of the disk
+free. The blocks of a prompt are written and used together. Its last blocks are evicted first,
+because the first blocks are useful without them.
 """
 
 from __future__ import annotations
@@ -38,19 +38,18 @@ _ABOVE_VALUES = re.compile(r"[^/]+(/[0-9a-f]){0,2}")
 
 
 def relative_path(name: str) -> tuple[str, ...]:
-    """Return the path of the value called `name`, as its parts below the store's directory.
+    """Return the path of the value called `name` below the store's directory, as its parts.
 
-    Values are spread over 256 directories on two levels: of a million values, 4,000 files are in
-    each.
+    Values are spread over 256 directories on two levels. With a million values, each has 4,000
+    files.
 
-        a:b:c:d     ->  a,b / 7 / e / c,d          a directory per prefix, fan-out, leaf
+        a:b:c:d     ->  a,b / 7 / e / c,d          prefix, two levels of fan-out, file
         a:b         ->  a / 0 / 3 / b
         a           ->  , / 9 / c / a
 
-    Fields of names start with a letter or digit and contain no comma, plus or slash. Therefore no
-    part of a path is "." or "..", no two names have one path, and no value has the path of the
-    store's own files, which start with a dot. A leaf that is too long for one file name continues
-    in a directory whose name ends with a plus.
+    Fields of names start with a letter or digit and contain no comma or slash. Therefore no part of
+    a path is "." or "..", no two names have the same path, and no value has a path of the store's
+    own files, which start with a dot.
 
     Raises:
         BadRequestError: stores do not accept the name.
@@ -59,7 +58,7 @@ def relative_path(name: str) -> tuple[str, ...]:
 
 
 def _path_of(name: str) -> tuple[str, ...]:
-    """Return the path of a name that is known to be valid; listings call this for every file."""
+    """Return the path of a valid name; listings call this for every file."""
     fields = name.split(":")
     group, leaf = fields[: min(2, len(fields) - 1)], fields[min(2, len(fields) - 1) :]
     spread = f"{zlib.crc32(name.encode()) & 0xFF:02x}"
@@ -67,7 +66,7 @@ def _path_of(name: str) -> tuple[str, ...]:
 
 
 def name_of(path: tuple[str, ...]) -> str | None:
-    """Return the name of the value at `path` (see `relative_path`); None if there is none."""
+    """Return the name whose `relative_path` is `path`; None if there is no such name."""
     if len(path) != 4:  # noqa: PLR2004 - group, two levels of fan-out, leaf
         return None
     group = "" if path[0] == _NO_GROUP else path[0] + ":"
@@ -82,29 +81,33 @@ def walk(
     after: tuple[str, ...] = (),
     when_empty: Callable[[str], object] = lambda _: None,
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield the name and the directory entry of each value under `prefix`, in the order of paths.
+    """Yield name and directory entry of each value whose name starts with `prefix`.
 
-    Directories that cannot hold such a value are not read. Other files, private files and
-    directories of other users, and entries that vanish during the walk are skipped.
+    The values come in the order of their paths. Directories that cannot contain such a value are
+    not read. Other files, private files and directories of other users, and entries that vanish
+    during the walk are skipped.
 
     Args:
         root: the store's directory.
         prefix: start of the names.
         after: yield only values whose path, in parts, sorts after this one; () for all values.
-        when_empty: called with the path of each empty directory that the store has made.
+        when_empty: called with the path of each empty directory that the store has created.
 
     Raises:
         OSError: a directory cannot be read.
     """
     for group in _entries(root):
         if _is_directory(group) and _may_hold(group.name, prefix):
-            # A directory without a comma may not be the store's, if other files are in its root.
+            # A directory without a comma may belong to another program that uses the same root.
             notify = when_empty if _NO_GROUP in group.name else _ignore
             yield from _values(Path(group.path), (group.name,), prefix, after, notify)
 
 
 class Listing:
-    """Listings of a store's directory, and the times of its files. Methods block. Thread-safe."""
+    """The values in a file store's directory, and the times of their files.
+
+    Methods block. Thread-safe.
+    """
 
     def __init__(self, root: Path, clock: Clock) -> None:
         self._root = root
@@ -152,15 +155,18 @@ class Listing:
         return expires_at is not None and expires_at <= self._clock.wall()
 
     def seconds_unused(self, status: os.stat_result) -> float:
-        """Return the seconds since the last use of a file; infinite if the clock was set back."""
+        """Return the seconds since the last use of a file.
+
+        Infinite if that time is in the future.
+        """
         unused_s = self._clock.wall() - status.st_atime
         return unused_s if unused_s > -USE_GRAIN_S else math.inf
 
     def eviction_order(self, status: os.stat_result) -> tuple[bool, float, float]:
         """Return a sort key for eviction: the file with the lowest key is evicted first.
 
-        Expired values come first, then the least recently used. Of values last used in the same
-        minute, the one written last comes first.
+        Expired values come first, then the least recently used ones. Among values that were last
+        used in the same minute, the one used last comes first.
         """
         is_live = not self.is_expired(status)
         used_at = 0.0 if math.isinf(self.seconds_unused(status)) else status.st_atime
@@ -211,7 +217,7 @@ def _values(
 
 
 def _leads_to_values(path: tuple[str, ...]) -> bool:
-    """Return True if the directory `path` can have values below it: it is part of a name's path."""
+    """Return True if the directory `path` can have values below it."""
     return _ABOVE_VALUES.fullmatch("/".join(path)) is not None
 
 
@@ -232,7 +238,7 @@ def _is_directory(group: os.DirEntry[str]) -> bool:
 
 
 def _may_hold(group: str, prefix: str) -> bool:
-    """Return True if the directory `group` can have values with names that start with `prefix`."""
+    """Return True if the directory `group` can contain values whose names start with `prefix`."""
     if group == _NO_GROUP:
         return True
     if not group[0].isalnum():  # such as .writers
@@ -252,28 +258,28 @@ WRITE_REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 class Scratch:
-    """This process's directory for unfinished values, below the store's `root`.
+    """This process's directory for unfinished values, below the store's directory `root`.
 
-    `close` removes the directory; if the process dies, the next process removes it. Methods block;
-    `new_path` and `renew` are thread-safe.
+    `close` removes it. If the process dies, the next process that opens the store removes it.
+    Methods block. `new_path` and `renew` are thread-safe.
 
         .writers / 3f9c... / lock       locked by the kernel for as long as the process lives
                            / 0, 1, ...  values being written
                            / added      see `UsedBytes`
 
-    The directory is on the same file system as the values, so a rename makes a value visible at
-    once. A lock, unlike a process id, tells dead from living processes even between containers and
-    after ids are reused.
+    The directory is on the same file system as the values, so renaming a file makes its value
+    visible at once. A lock, unlike a process id, shows which processes are alive even between
+    containers and after ids are reused.
     """
 
     def __init__(self, root: Path) -> None:
-        """Remove directories of dead processes, then make this process's directory.
+        """Remove the directories of dead processes, then create the directory of this process.
 
-        If the disk accepts no writes, values can still be read: no directory is made, `refused` has
-        the error, and `renew` makes the directory later.
+        If the disk accepts no writes, no directory is created: `refused` is the error, values can
+        still be read, and `renew` creates the directory later.
 
         Raises:
-            OSError: the directory cannot be made or read.
+            OSError: the directory cannot be created or read.
         """
         self._writers = writers = root / WRITERS
         os.makedirs(writers, mode=0o700, exist_ok=True)
@@ -299,25 +305,25 @@ class Scratch:
         return self._directory
 
     def time(self) -> float | None:
-        """Return the Unix time of the machine that keeps the files; None if unknown."""
+        """Return the Unix time of the machine that has the disk; None if it is not known."""
         if self._lock_fd is None:
             return None
         try:
-            os.utime(self._lock_fd)  # "now", as the machine sets it that has the disk
+            os.utime(self._lock_fd)  # the machine that has the disk sets the time
             return os.fstat(self._lock_fd).st_mtime
         except OSError:
             return None
 
     def new_path(self) -> str:
-        """Return the path of a new file in the directory; no path is returned twice."""
+        """Return a path for a new file in the directory, another one at each call."""
         return f"{self._directory}/{next(self._serial)}"
 
     def renew(self) -> None:
-        """Make another directory if this one was removed, for example together with all values.
+        """Create another directory if this one was removed, for example together with all values.
 
         Raises:
-            OSError: the directory cannot be made, or would be on another file system: the disk of
-                the values is not mounted then.
+            OSError: the directory cannot be created, or the file system of the store is not mounted
+                now.
         """
         with self._renewing:
             if os.path.exists(self._directory / _LOCK):
@@ -399,7 +405,9 @@ def _clear(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
-    """Hold a lock on a directory, against other threads and processes, during the body. Blocks.
+    """Hold a lock on a directory, against other threads and processes, until the body ends.
+
+    The call blocks the thread.
 
     Args:
         directory: path of the directory.
@@ -407,7 +415,7 @@ def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
 
     Raises:
         OSError: the directory cannot be locked.
-        FileNotFoundError: the directory was removed, and perhaps made again, during the wait.
+        FileNotFoundError: the directory was removed during the wait; it may exist again.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -425,7 +433,7 @@ def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
 def remove_unused(directory: str) -> None:
     """Remove an empty directory in which nothing has changed for _UNUSED_S seconds.
 
-    A writer that finds the directory missing makes it again.
+    A writer that needs the directory creates it again.
     """
     with contextlib.suppress(OSError), locked_directory(directory, waits=False):
         if time.time() - os.stat(directory).st_mtime > _UNUSED_S:
@@ -441,16 +449,18 @@ _COUNT = struct.Struct("<q")
 # floor takes 40 ms with 22,000 files.
 _LOW_WATERMARK = 0.9
 _SPARE = 0.02
+# Files in one sorted list: sorting or freeing a list stops all other threads, for 3 s with 200,000
+# files in one list.
 _PART_FILES = 1000
 
-# Sort key, bytes and path of a file; flat, so that the garbage collector does not visit it.
+# Sort key, bytes and path of a file, in a flat tuple that the garbage collector does not visit.
 _File = tuple[bool, float, float, int, str]
 
 
 class Room:
-    """The room for values, made by eviction. Methods block. Thread-safe.
+    """The limits on the size of a file store, which are met by evicting values.
 
-    Processes that share a directory evict one at a time.
+    Methods block. Thread-safe. Processes that share a directory evict one at a time.
 
     Args:
         root: the store's directory.
@@ -478,7 +488,7 @@ class Room:
         self.num_evictions = 0  # evictions that removed something
 
     def make(self, num_bytes: int, remove: Callable[[str], bool]) -> str:
-        """Evict values until `num_bytes` more bytes fit, and count these as added.
+        """Evict values until `num_bytes` more bytes fit, and count these bytes as added.
 
         Args:
             num_bytes: size of the new value.
@@ -511,13 +521,13 @@ class Room:
     def make_more(self, num_bytes: int, num_evictions: int, remove: Callable[[str], bool]) -> bool:
         """Evict a share of the values after the disk refused a value that seemed to fit.
 
-        This happens if the disk has no inodes left, or a quota. With min_free_bytes 0 nothing is
-        evicted, because the disk may then be used until it refuses.
+        The disk may have no inodes left, or a quota. If `min_free_bytes` is 0, nothing is evicted,
+        because the disk may then be used until it refuses.
 
         Args:
             num_bytes: size of the refused value.
-            num_evictions: `self.num_evictions` before the write that was refused. If it has
-                changed, another thread has evicted values, and no more are evicted.
+            num_evictions: `self.num_evictions` before the write that was refused. If that number
+                has changed, another thread has evicted values, and no more are evicted.
             remove: removes the file at a path and returns True if there was one.
 
         Returns:
@@ -533,12 +543,12 @@ class Room:
             return num_evictions != self.num_evictions
 
     def removed(self, num_bytes: int) -> None:
-        """Count `num_bytes` bytes as removed, or as not written after `make` has counted them."""
+        """Count `num_bytes` bytes as removed, or as not written after a successful `make`."""
         with self._lock:
             self._add(-num_bytes)
 
     def forget_size(self) -> None:
-        """Forget the measured total size of all values; the next write measures it again."""
+        """Discard the measured total size of all values; the next write measures it again."""
         with self._lock:
             self._used.forget()
 
@@ -594,10 +604,7 @@ class Room:
         return freed >= max(over, lacking)
 
     def _list_files(self) -> tuple[list[list[_File]], int]:
-        """Return all files and their total bytes; the files in sorted lists of at most 1,000.
-
-        Sorting or freeing a list stops all other threads: for 3 s with 200,000 files in one list.
-        """
+        """Return all files and their total bytes; the files in sorted lists of at most 1,000."""
         parts: list[list[_File]] = []
         part: list[_File] = []
         used = 0
@@ -621,13 +628,13 @@ class UsedBytes:
 
         .writers / 3f9c... / added      bytes that this process has added since it began
 
-    A walk over all files measures the total. From then on the total is the measured one and the
-    bytes that all processes have added since. If one of the processes ends, its count is lost, and
-    the total is unknown until it is measured again.
+    A walk over all files measures the total. Later totals are the measured one plus the bytes that
+    all processes have added since. When one of the processes ends, its count is lost, and the total
+    is unknown until it is measured again.
 
     Args:
         writers: the directory that contains a directory for each process.
-        own: returns this process's directory below `writers`.
+        own: returns the directory of this process below `writers`.
     """
 
     def __init__(self, writers: Path, own: Callable[[], Path]) -> None:
@@ -649,7 +656,7 @@ class UsedBytes:
                 os.close(fd)
 
     def counts(self) -> Mapping[str, int]:
-        """Return the bytes that each process has added, by the name of the process's directory.
+        """Return the bytes of values that each process has added, by the process's directory name.
 
         Raises:
             OSError: the directory cannot be read.
@@ -661,9 +668,9 @@ class UsedBytes:
         """Record a measurement of the total bytes of all values.
 
         Args:
-            num_bytes: the bytes of all files.
-            counts: the result of `counts` just before the measurement. `total` adds the bytes that
-                were written since then.
+            num_bytes: total bytes of all files.
+            counts: the result of `counts` just before the measurement; `total` adds the bytes that
+                were added later.
         """
         self._seen, self._when_seen = num_bytes, counts
 

@@ -1,8 +1,8 @@
-"""The protocol of stores: bytes under names, read and written in batches.
+"""The interface of stores, which read and write values (bytes) by name, in batches.
 
-Each item of a batch has an outcome of its own, in the order of the items. A `Notifier` sends hints
-between the users of one store that a value is new. A store knows nothing of blocks, layouts or
-checksums; `transfer.storage_io` turns blocks into values.
+Each item of a batch has its own outcome; outcomes are in the order of the items. A `Notifier` sends
+hints between the users of one store that a value is new. A store does not interpret values:
+`transfer.storage_io` turns blocks into values with checksums.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def check_message(message: str) -> str:
 
 
 class Listener:
-    """The queue of one waiter for messages about one topic, the name of a value.
+    """The queue of received messages about one topic, for one waiter. A topic is a value's name.
 
     Attributes:
-        is_live: True while messages are delivered as they are sent. While it is False no message
+        is_live: True while messages are delivered as they are sent. While it is False, no message
             arrives, so the waiter has to read the store from time to time.
     """
 
@@ -66,7 +66,7 @@ class Listener:
 
 
 class Notifier(Protocol):
-    """Hints between the users of one store that a value is new. A topic is the name of a value.
+    """Sends hints between the users of one store that a value is new. A topic is a value's name.
 
     A message may be lost, arrive twice, or arrive late. A listener therefore reads the store first,
     again after each message, and from time to time without a message.
@@ -82,7 +82,7 @@ class Notifier(Protocol):
     async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
         """Send `message` to the listeners of `topic`.
 
-        A failure is not raised. Sending takes about as long as one question to the store.
+        A failure is not raised. Sending takes about as long as one call of `Store.exists`.
 
         Args:
             topic: name of a value.
@@ -93,12 +93,16 @@ class Notifier(Protocol):
         """Return a context manager that yields a `Listener` of `topic`.
 
         Messages sent while the listener's `is_live` is False are lost. When `is_live` becomes True,
-        the listener receives EMPTY_MESSAGE, "read the store".
+        the listener receives EMPTY_MESSAGE, which means "read the store".
         """
 
 
 class Topics:
-    """The listeners in this process, by topic."""
+    """The listeners in this process, by topic.
+
+    Attributes:
+        changed: set when a topic gets its first listener or loses its last one.
+    """
 
     def __init__(self) -> None:
         self._listeners: dict[str, set[Listener]] = {}
@@ -113,10 +117,10 @@ class Topics:
 
     @contextmanager
     def listening(self, topic: str, *, is_live: bool) -> Iterator[Listener]:
-        """Yield a listener of a topic that receives messages until the body ends.
+        """Yield a new listener of a topic, which receives messages until the body ends.
 
         Args:
-            topic: name of the topic.
+            topic: name of a value.
             is_live: True if messages about the topic arrive now; False if the listener has to read
                 the store from time to time.
         """
@@ -136,10 +140,10 @@ class Topics:
     def hear(self, topic: str, message: str) -> None:
         """Pass a received message to the listeners of its topic.
 
-        Text that is not a message of tierkv is passed as EMPTY_MESSAGE, "read the store".
+        Text that is not a valid message is passed as EMPTY_MESSAGE, which means "read the store".
 
         Args:
-            topic: name of the topic.
+            topic: name of a value.
             message: the received text, which a writer outside tierkv may have sent.
         """
         if not _MESSAGE.fullmatch(message):
@@ -148,12 +152,12 @@ class Topics:
             listener.hear(message)
 
     def turn(self, topic: str, *, is_live: bool) -> None:
-        """Set `is_live` of a topic's listeners, and tell them to read the store.
+        """Set `is_live` of a topic's listeners, and pass EMPTY_MESSAGE to each.
 
-        Each listener receives EMPTY_MESSAGE, because messages may have been lost before.
+        The message makes them read the store, because earlier messages may be lost.
 
         Args:
-            topic: name of the topic.
+            topic: name of a value.
             is_live: True if messages arrive from now on; False if listeners have to read the store
                 from time to time.
         """
@@ -167,7 +171,7 @@ class Topics:
 
 
 class Polling:
-    """A `Notifier` that sends no messages, for stores that cannot: listeners have to poll."""
+    """A `Notifier` for stores that cannot send messages. Its listeners have to poll."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -182,7 +186,7 @@ class Polling:
 
 
 class Hub:
-    """A `Notifier` between listeners of one process and one event loop."""
+    """A `Notifier` whose senders and listeners are in one process, on one event loop."""
 
     def __init__(self) -> None:
         self.topics = Topics()
@@ -233,7 +237,7 @@ def check_name(name: str) -> str:
 
 
 class CheckedNames(tuple[str, ...]):
-    """Names that `check_names` has accepted, so that no other store checks them again."""
+    """Names that `check_names` has accepted and need not check again."""
 
     __slots__ = ()
 
@@ -241,8 +245,8 @@ class CheckedNames(tuple[str, ...]):
 def check_names(names: Sequence[str]) -> CheckedNames | NameRun:
     """Return `names` if stores accept all of them.
 
-    The names of a `NameRun` (a prompt's blocks) differ only in the blocks' hex digests, so only one
-    of them is checked.
+    The result is marked as checked: later calls with it return at once. The names of a `NameRun` (a
+    prompt's blocks) differ only in the blocks' hex digests, so only the first one is checked.
 
     Raises:
         BadRequestError: stores do not accept one of the names.
@@ -272,10 +276,10 @@ def check_limit(limit: int) -> None:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return `prefix` if it is a valid name, or one followed by a colon.
+    """Return `prefix` if it is a valid name, with or without one colon at its end.
 
     Raises:
-        BadRequestError: the prefix is neither.
+        BadRequestError: the prefix is not valid.
     """
     check_name(prefix.removesuffix(":"))
     return prefix
@@ -285,7 +289,7 @@ def check_ttl(ttl_s: float) -> None:
     """Check a time to live, in seconds.
 
     Raises:
-        BadRequestError: `ttl_s` is not above 0 and at most ten years.
+        BadRequestError: `ttl_s` is 0 or less, above ten years, or not finite.
     """
     if not (math.isfinite(ttl_s) and 0 < ttl_s <= _MAX_TTL_S):
         raise BadRequestError(
@@ -308,10 +312,10 @@ class PutStatus(Enum):
 
 
 class Digest(Protocol):
-    """A checksum under way: `update` receives all bytes of a value in order, piece by piece.
+    """A checksum that is computed while a value is read: `update` receives all bytes in order.
 
-    A store calls `update` on the event loop or in a thread, as the bytes arrive. One call must take
-    at most 20 us for 256 KiB.
+    A store calls `update` on the event loop or in a thread, with each piece that arrives. One call
+    must take at most 20 us for 256 KiB.
     """
 
     def update(self, piece: memoryview, /) -> object: ...
@@ -322,10 +326,11 @@ class GetItem:
     """A value to read: its name, and the buffers to fill in order.
 
     Attributes:
-        into: writable, C-contiguous buffers. A value longer than all of them together has the
-            outcome DAMAGED.
-        digest: makes a `Digest`, or None if there should be none. A store may pass the value's
-            bytes to it as they arrive, so that the caller need not read them again.
+        into: writable, C-contiguous buffers. A value that is longer than all of them together has
+            the outcome DAMAGED.
+        digest: returns a new `Digest`, or None for no digest; called at most once per read. A store
+            may pass the value's bytes to the digest as they arrive, so that the caller need not
+            read them again. None for no digest.
 
     Raises:
         BadRequestError: stores do not accept the name.
@@ -351,11 +356,12 @@ class GetOutcome:
     """The outcome of one read.
 
     Attributes:
-        reason: a sentence for the log; empty for HIT and MISS.
-        num_bytes: length of the value, for HIT. Bytes of `into` beyond it are undefined.
-        digest: the object that `GetItem.digest` made, if it received all bytes of a HIT's value;
-            otherwise None.
-        is_direct: True if the value was read from another node's memory, not from a store.
+        status: HIT, MISS, DAMAGED or FAILED.
+        reason: why the read failed, as a sentence for the log; "" for HIT and MISS.
+        num_bytes: length of the value after a HIT. Later bytes of the item's buffers are undefined.
+        digest: the digest that `GetItem.digest` returned, if it received all bytes of a HIT's
+            value; otherwise None.
+        is_direct: True if the value was read from another node's memory instead of a store.
     """
 
     status: GetStatus
@@ -366,7 +372,7 @@ class GetOutcome:
 
 
 def too_long(item: GetItem, num_bytes: int) -> GetOutcome:
-    """Return the outcome DAMAGED for a value that is longer than the buffers of its item.
+    """Return the outcome DAMAGED, for a value that is longer than the buffers of its item.
 
     Args:
         item: the item that was to be read.
@@ -384,18 +390,18 @@ class PutItem:
 
     Attributes:
         ttl_s: seconds to live; None for as long as the store keeps the value.
-        keep_existing: True to leave an existing value, for names whose value is always the same
-            (blocks). False to replace it atomically (tickets).
-        only_new: True to leave an existing value even if it differs, so that the first value stays.
-        worth: worth of the value to later requests. While writes wait for a slow store, those worth
-            least are dropped first.
-        complete: fills in bytes of `parts` that are not known before, such as a checksum. The store
-            calls it immediately before sending, maybe more than once and from several threads. None
-            if all bytes are known.
+        keep_existing: True if values of this name are always the same (blocks), so that an existing
+            value is not written again. False to replace an existing value atomically (tickets).
+        only_new: True if only the first value of this name may be stored, so that an existing value
+            stays even if it differs.
+        worth: expected benefit of the value to later requests. If too many writes wait for a slow
+            store, those with the lowest worth are dropped.
+        complete: fills in bytes of `parts` that are computed late, such as a checksum. The store
+            calls it immediately before sending, possibly more than once and from several threads.
+            None if all bytes are already known.
 
     Raises:
-        BadRequestError: stores do not accept the name, or ttl_s is not above 0 and at most ten
-            years.
+        BadRequestError: stores do not accept the name, or `ttl_s` is 0 or less, or above ten years.
     """
 
     name: str
@@ -433,7 +439,8 @@ class PutOutcome:
     """The outcome of one write.
 
     Attributes:
-        reason: a sentence for the log; empty if the write succeeded.
+        status: STORED, EXISTED, FULL or FAILED.
+        reason: why the write failed, as a sentence for the log; "" if it succeeded.
         accepts_others: True for a FULL that concerns only this value, for example one that is
             larger than the store; other values can be written.
     """
@@ -445,9 +452,10 @@ class PutOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A value in a listing.
+    """A value in a listing, without its bytes.
 
     Attributes:
+        num_bytes: size of the value.
         expires_at: Unix seconds of this machine's clock; None if the value has no time to live.
     """
 
@@ -481,15 +489,14 @@ class Capabilities:
     Attributes:
         is_shared: other processes see the same values.
         is_durable: values outlive the process.
-        has_ttl: values expire after `ttl_s`. If False, values stay until the store removes them for
-            room (Mooncake), or its owner does, for example by a bucket's lifecycle rule.
+        has_ttl: values expire after `ttl_s`. If False, values stay until the store evicts them
+            (Mooncake), or its operator removes them, for example by a bucket's lifecycle rule.
         has_listing: `list` and `usage` work; if False, they raise StoreUnavailableError.
         has_cheap_questions: asking if a value exists costs less than reading it; if False, a lookup
             reads the values.
-        sends_from_loop: the event loop sends values and calls `PutItem.complete` of each one just
-            before. If False, threads send, and other threads should complete the next values
-            meanwhile: with Mooncake and 16 cores, put reached 0.67 of its client's rate when the
-            same threads did both.
+        sends_from_loop: the store sends values on the event loop, and calls `PutItem.complete` of
+            each value there. If False, the store's threads send; the caller should then call
+            `complete` in threads of its own beforehand, so that the store's threads only send.
     """
 
     is_shared: bool
@@ -501,7 +508,7 @@ class Capabilities:
 
     @classmethod
     def common_to(cls, every: Sequence[Capabilities]) -> Capabilities:
-        """Return the capabilities that all of several stores have."""
+        """Return the capabilities that all stores have whose capabilities are `every`."""
         return cls(*(all(getattr(one, f.name) for one in every) for f in fields(cls)))
 
 
@@ -517,18 +524,18 @@ class StoreHealth:
 
     Attributes:
         circuit: state of the breaker; None, with counts of 0, for a store without a breaker.
-        part: of a store made of several stores, the URL of the one that `circuit` belongs to; "" if
-            the breaker is the store's own.
+        part: URL of the inner store whose breaker `circuit` describes, for a store that consists of
+            several stores; "" if the breaker is the store's own.
         num_opened: number of times that the breaker opened.
         reason: why the breaker opened last.
         degraded_s: total seconds in which the breaker was not closed.
         write_refusal: the store's reason for refusing writes, in its own words; "" if it accepts
             them.
-        clock_skew_s: seconds that this machine's clock is ahead of the store's; None if the store
-            does not report its time.
+        clock_skew_s: seconds by which this machine's clock is ahead of the store's; None if the
+            store does not report its time.
         num_retries: operations that were tried a second time.
-        num_refused: operations that failed at once: the breaker was open, too many operations were
-            waiting, or all writes were stuck.
+        num_refused: operations that failed at once, because the breaker was open, too many
+            operations were waiting, or all writes were stuck.
         num_dropped_writes: writes that were dropped because too many bytes were waiting.
         waiting_write_bytes: bytes of the writes that are waiting now.
         negative_hits: names that were reported missing without asking the store, because it had
@@ -550,17 +557,19 @@ class StoreHealth:
 
 
 class Store(Protocol):
-    """Values under names. Safe for concurrent use from one event loop, which is never blocked.
+    """A backend that stores values (bytes) under names.
 
-    A method that takes items reports a fault of the store in the outcome of each item (FAILED, with
-    a reason); other methods raise StoreUnavailableError. A wrong argument, such as an invalid name,
+    Any number of calls may run at the same time on one event loop, which they never block.
+
+    A method with items reports a fault of the store in the outcome of each item (FAILED, with a
+    reason); other methods raise StoreUnavailableError. A wrong argument, such as an invalid name,
     raises BadRequestError before the store is asked. Operations outside `running()` fail as if the
     store did not answer. The end of `running()` waits for operations under way.
 
-    A reader sees a value whole or not at all, at every moment. If several values of one name are
-    put at the same time or in one batch, one of them is kept whole.
+    A reader gets a value whole or not at all, at every moment. If several values of one name are
+    put at the same time or in one batch, one of them is stored whole.
 
-    Cancelling an operation does not disturb others. The store uses the caller's buffers until the
+    Cancelling one operation does not disturb others. The store uses the caller's buffers until the
     coroutine has ended, also after a cancel.
     """
 
@@ -575,16 +584,17 @@ class Store(Protocol):
     def health(self) -> StoreHealth: ...
 
     def now(self) -> float:
-        """Return the store's time in Unix seconds; this machine's if the store has no clock.
+        """Return the store's time in Unix seconds; this machine's time if the store has no clock.
 
-        Use this clock for times that other users of the store read, such as a ticket's expiry.
+        Use this time for values that other users of the store compare with theirs, such as a
+        ticket's expiry.
         """
 
     def notifier(self) -> Notifier:
         """Return an object that exchanges hints about new values with other users of the store."""
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
-        """Announce the memory in which most buffers of reads and writes lie.
+        """Announce the memory that contains most buffers of later reads and writes.
 
         Call this before `running()` is entered. A store with RDMA registers the memory with the
         network card; other stores ignore the call. The memory must not be freed until `running()`
@@ -619,14 +629,14 @@ class Store(Protocol):
         """
 
     async def exists(self, names: Sequence[str]) -> int:
-        """Return the number of `names` with a value before the first name without one.
+        """Return the number of leading `names` that have a value, up to the first that has none.
 
         Raises:
             StoreUnavailableError: the store does not answer.
         """
 
     async def present(self, names: Sequence[str]) -> list[bool]:
-        """Return for each of `names` True if there is a value.
+        """Return, for each name, True if it has a value.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -643,7 +653,7 @@ class Store(Protocol):
 
         Args:
             name: name of the value.
-            max_bytes: largest length that is accepted.
+            max_bytes: largest accepted length of the value.
 
         Raises:
             StoreCorruptError: the value is longer than `max_bytes`.
@@ -661,19 +671,20 @@ class Store(Protocol):
         """
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        """Remove the damaged copies that the last reads of `names` returned.
+        """Remove the copies that the last reads of `names` returned, because they are damaged.
 
         Returns:
-            For each name, True if another of the stores that this one is made of may have a copy.
+            For each name, True if another copy may be left, so that reading again is useful. Only a
+                store that consists of several stores can have another copy.
 
         Raises:
-            StoreUnavailableError: the store does not answer; some copies may be left.
+            StoreUnavailableError: the store does not answer; some copies may not be removed.
         """
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """Let values live for `ttl_s` seconds from now; return how many of them existed.
+        """Set values to expire `ttl_s` seconds from now; return how many of them exist.
 
-        A value that never expired then expires, too.
+        A value without expiry gets one, too.
 
         Args:
             names: names of the values.
@@ -700,7 +711,9 @@ class Store(Protocol):
         """
 
     async def usage(self, prefix: str) -> Usage:
-        """Return the number and total bytes of the values under `prefix`, by listing all of them.
+        """Return number and total bytes of the values whose names start with `prefix`.
+
+        The call lists all of these values.
 
         Raises:
             StoreUnavailableError: the store does not answer.
