@@ -370,8 +370,8 @@ def used_queues(gpu: Gpu) -> tuple[CudaStream, ...]:
     """Return one stream for each hardware queue of the GPU; each has run one kernel.
 
     Keep these streams while lanes are open. Otherwise lanes that are opened after an engine's first
-    kernels share queues with the engine, and copy more slowly: 50.5 instead of 54.2 GB/s (H200).
-    The call blocks until the GPU has finished its present work.
+    kernels copy more slowly while some of the engine's streams work: 50.5 instead of 54.2 GB/s
+    (H200). The call blocks until the GPU has finished its present work.
     """
     gpu.synchronize()
     streams = tuple(new_stream(gpu, is_urgent=True) for _ in range(num_queues()))

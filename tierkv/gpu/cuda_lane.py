@@ -439,10 +439,10 @@ class CudaLane:
         return tuple(events)
 
     def _begun(self, copy: BlockCopy) -> tuple[Units, list[tuple[Unit, CudaEvent]]]:
-        """Submit the first unit of the copy, or two small ones, on the caller's thread.
+        """Submit the first unit of the copy, or two small units, on the caller's thread.
 
-        Returns the units that are left, and those that were submitted with the events of their
-        ends. The kernel of a load's last pieces is left to the lane's thread.
+        Return an iterator that submits the other units, and the submitted units with the events of
+        their ends. The kernel of a load's last submitted pieces is left to the iterator.
         """
         units = self._units(copy, 0.0)
         begun: list[tuple[Unit, CudaEvent]] = []
@@ -512,7 +512,7 @@ class CudaLane:
             self._progress.notify_all()
 
     def _units(self, copy: BlockCopy, timeout_s: float) -> Units:
-        """Wait for `copy.after`, then submit one unit for each item that the caller takes."""
+        """Wait for `copy.after`, then submit one unit for each item that the caller requests."""
         assert self._pipeline is not None, "the thread ends before the pipeline goes"
         if self._planes.is_closed:
             raise LayoutError("these planes are closed")

@@ -1,4 +1,4 @@
-"""GPU memory through CuPy, and planes in it.
+"""GPU memory through CuPy, and planes in GPU memory.
 
 Planes are allocated, adopted from an engine in this process, or opened from another process.
 """
@@ -33,16 +33,16 @@ def copy_rectangle(
     rows: int,
     stream: CudaStream,
 ) -> None:
-    """Submit a copy of `rows` rows between GPU memory and pinned memory.
+    """Submit a copy of equally distant rows between GPU memory and pinned memory.
 
-    The GPU must be bound (see `Gpu.bound`).
+    The caller must have bound the GPU (see `Gpu.bound`).
 
     Args:
-        target: address of the first row, and bytes from row to row (below 2 GiB).
-        source: as `target`.
+        target: address of the first row to write, and bytes from row to row (below 2 GiB).
+        source: address of the first row to read, and bytes from row to row (below 2 GiB).
         row_bytes: bytes of a row.
         rows: number of rows.
-        stream: the stream that orders the copy.
+        stream: the stream to which the copy is submitted.
     """
     runtime.memcpy2DAsync(*target, *source, row_bytes, rows, runtime.memcpyDefault, stream.address)
 
@@ -59,7 +59,7 @@ class DeviceMemory:
     def view(
         self, offset: int, shape: tuple[int, int], strides: tuple[int, int]
     ) -> npt.NDArray[np.uint8]:
-        """Return a CuPy array of bytes within this memory, which the array keeps alive.
+        """Return a CuPy array of bytes in this memory.
 
         Args:
             offset: bytes from the start of the memory.
@@ -71,19 +71,19 @@ class DeviceMemory:
         return array
 
     def write(self, data: npt.NDArray[np.void]) -> None:
-        """Copy `data` to the start of this memory, and wait for the copy.
+        """Copy `data` to the start of this memory, and wait until the copy has ended.
 
-        The GPU must be bound (see `Gpu.bound`).
+        The caller must have bound the GPU (see `Gpu.bound`).
         """
         assert data.nbytes <= self.num_bytes, "fits"
         runtime.memcpy(self.address, data.ctypes.data, data.nbytes, runtime.memcpyHostToDevice)
 
 
 def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
-    """Return a CuPy array over the memory of an engine's tensor.
+    """Return a CuPy array that shares the memory of an engine's tensor.
 
     Args:
-        gpu: the GPU that the tensor must be on.
+        gpu: the GPU that must have the tensor.
         tensor: an object with `__cuda_array_interface__` or `__dlpack__`.
 
     Raises:
@@ -108,7 +108,7 @@ def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
 
 
 def _address(tensor: object) -> int | None:
-    """Return a tensor's address by the CUDA array interface; None if it does not offer that."""
+    """Return the address in a tensor's CUDA array interface; None if it has no such interface."""
     try:
         address: int = tensor.__cuda_array_interface__["data"][0]  # type: ignore[attr-defined]
     # KeyError: from torch, for an fp8 type.
@@ -125,10 +125,10 @@ def _address(tensor: object) -> int | None:
 def byte_view(
     owner: object, address: int, shape: tuple[int, int], stride: int
 ) -> npt.NDArray[np.uint8]:
-    """Return a CuPy array of bytes over memory that another object owns.
+    """Return a CuPy array of bytes in memory that another object owns.
 
     Args:
-        owner: the owner, which the array keeps alive.
+        owner: the object that owns the memory; the array refers to it, so that it is not deleted.
         address: address of block 0.
         shape: number of blocks, and bytes of a block.
         stride: bytes from one block to the next.
@@ -140,13 +140,16 @@ def byte_view(
 
 
 def timed_copies(gpu: Gpu, device: int, host: int, num_bytes: int) -> dict[str, float]:
-    """Measure a contiguous copy in each direction; return the GB/s by the direction's name.
+    """Measure a contiguous copy in each direction.
 
     Args:
         gpu: the GPU.
         device: address of GPU memory.
         host: address of pinned host memory.
-        num_bytes: bytes to copy.
+        num_bytes: number of bytes to copy.
+
+    Returns:
+        The speeds in GB/s, by "host to device" and "device to host".
     """
     speeds = {}
     ways = {
@@ -164,17 +167,17 @@ def timed_copies(gpu: Gpu, device: int, host: int, num_bytes: int) -> dict[str, 
 
 
 def ipc_handle(address: int) -> bytes:
-    """Return the handle by which another process opens the allocation at `address`."""
+    """Return the CUDA IPC handle with which another process opens the allocation at `address`."""
     return bytes(runtime.ipcGetMemHandle(address))
 
 
 @contextmanager
 def opened_ipc(gpu: Gpu, handles: Sequence[bytes]) -> Iterator[dict[bytes, int]]:
-    """Map allocations of other processes into this process; unmap them at the end of the body.
+    """Map allocations of other processes into this process while the context is active.
 
     Args:
         gpu: the GPU that maps them.
-        handles: the CUDA IPC handles of the allocations.
+        handles: the CUDA IPC handle of each allocation.
 
     Yields:
         The address of each allocation in this process, by its handle.
@@ -199,13 +202,13 @@ _GIB = 1 << 30
 
 
 class CudaPlanes:
-    """Planes in GPU memory; see `Planes`.
+    """Planes in GPU memory; the protocol `Planes` describes the methods.
 
     Attributes:
-        arrays: CuPy arrays, uint8 [num_blocks, block_bytes], in the owner's memory.
-        memory: the place of each plane, in the layout's order.
+        arrays: CuPy arrays, uint8 [num_blocks, block_bytes], one for each plane.
+        memory: addresses of each plane, in the layout's order.
         rectangles: groups of planes at equal distances, each of which the copy engine can move in
-            one command; () if a block would need more than four.
+            one command; () if a block would need more than four commands.
     """
 
     def __init__(
@@ -234,9 +237,7 @@ class CudaPlanes:
         return self._arrays is None
 
     def close(self) -> None:
-        """Give up the memory, which is freed when no array over it is left.
-
-        No copy may be in flight.
+        """Release the memory, which is freed once no array refers to it. No copy may be running.
 
         Raises:
             LayoutError: the planes are closed already.
@@ -249,15 +250,16 @@ class CudaPlanes:
 
 
 def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
-    """Return planes in one new allocation with undefined content.
+    """Return planes in newly allocated GPU memory with undefined content.
 
     Args:
         gpu: the GPU.
-        layout: the planes of a block.
+        layout: layout of a block.
         num_blocks: number of blocks.
 
     Raises:
         ConfigError: the GPU has too little free memory.
+        DeviceFailedError: this process can no longer use the GPU.
     """
     offsets, at = [], 0
     for plane in layout.planes:
@@ -291,18 +293,18 @@ def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
 
 
 def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaPlanes:
-    """Return planes over an engine's KV tensors, without a copy.
+    """Use an engine's KV tensors as planes, without a copy.
 
     Args:
         gpu: the GPU of the tensors.
-        layout: the planes' layout.
-        tensors: one for each plane of the layout, with `__cuda_array_interface__` or DLPack. The
-            first dimension is the block. Blocks may have gaps between them, and the dimensions
-            inside a block any order, if a block's bytes are contiguous.
+        layout: layout of a block.
+        tensors: one tensor for each plane of the layout, with `__cuda_array_interface__` or DLPack.
+            The first dimension is the block. The bytes of one block must be contiguous; there may
+            be gaps between blocks, and the other dimensions may be in any order.
 
     Raises:
-        LayoutError: a tensor does not fit the layout.
-        ConfigError: a tensor cannot be adopted.
+        LayoutError: a tensor does not fit the layout, or is on another GPU.
+        ConfigError: CuPy cannot use a tensor.
     """
     if len(tensors) != len(layout.planes):
         raise LayoutError(
@@ -330,7 +332,7 @@ def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaP
 
 
 def _allocation(gpu: Gpu, address: int) -> range:
-    """Return the addresses of the allocation that holds `address`; an empty range if unknown."""
+    """Return the addresses of the allocation that contains `address`; an empty range if unknown."""
     with gpu.bound():
         try:
             start, size = load_driver().allocation_of(address)
@@ -381,13 +383,17 @@ def _views(
 
 
 def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
-    """Return a description of planes for another process of this machine.
+    """Return the data with which another process of this machine opens each of these planes.
 
-    The memory must come from cudaMalloc and stay until the other process has closed its view.
+    The memory must come from cudaMalloc, and must not be freed before the other process has closed
+    the planes.
 
     Args:
-        gpu: the GPU that holds the planes.
+        gpu: the GPU that has the planes.
         planes: the planes.
+
+    Raises:
+        TransferError: the memory does not come from cudaMalloc.
     """
     shared = []
     with gpu.bound():
@@ -398,10 +404,7 @@ def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
 
 
 def _check_within(plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
-    """Raise LayoutError if another process's plane reaches beyond its allocation.
-
-    A kernel that reads beyond an allocation loses the GPU.
-    """
+    """Raise LayoutError if another process's plane reaches beyond its allocation."""
     end = place.address + (num_blocks - 1) * place.stride + plane.block_bytes
     is_within = place.address in place.allocation and end <= place.allocation.stop
     if place.stride < plane.block_bytes or num_blocks < 1 or not is_within:
@@ -411,19 +414,20 @@ def _check_within(plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
 def opened_planes(
     gpu: Gpu, layout: Layout, num_blocks: int, shared: Sequence[SharedPlane]
 ) -> CudaPlanes:
-    """Open another process's planes by CUDA IPC; `close` unmaps them.
+    """Open another process's planes through CUDA IPC; `close` unmaps them.
 
-    The two processes order their accesses by messages: a copy must have ended before the other
-    process is notified of it.
+    The processes must order their accesses by messages: tell the other process of a copy only after
+    the copy has ended.
 
     Args:
-        gpu: the GPU that holds the planes.
+        gpu: the GPU of this process that reads or writes the planes.
         layout: layout of a block.
         num_blocks: number of blocks of each plane.
-        shared: the other process's description of each plane.
+        shared: the other process's data about each plane.
 
     Raises:
         LayoutError: the number of planes differs, or a plane reaches beyond its memory.
+        TransferError: CUDA cannot open the memory.
     """
     if len(shared) != len(layout.planes):
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""Pinned host memory as slots: near the GPU, on huge pages, pinned in chunks by threads."""
+"""Pinned host memory for slots: near the GPU, on huge pages, pinned in chunks by threads."""
 
 from __future__ import annotations
 
@@ -44,25 +44,36 @@ _pinned_pages: dict[int, npt.NDArray[np.uint8]] = {}
 
 
 class PinnedSlots:
-    """Host slots that are pinned, so that a GPU's copy engines can reach them; see `HostSlots`.
+    """Pinned host slots, which a GPU's copy engines can read and write.
 
-    This process can use the memory at once. The first chunk is pinned when the constructor returns,
-    the others in the background. A copy waits only until its own slots are pinned.
+    See the protocol `HostSlots`.
+
+    This process can use the memory at once. When the constructor returns, the first chunk is
+    pinned; threads pin the other chunks in the background. A copy waits only until its own slots
+    are pinned.
 
     Args:
         gpu: the GPU near which the memory is placed.
-        layout: the planes of a block.
+        layout: layout of a block.
         num_slots: number of slots.
-        array: memory that is mapped already, uint8 [num_slots, block_bytes], slots `stride` bytes
-            apart. It must stay mapped until these slots are closed. One thread pins it, with pauses
-            while `is_busy`. None to map new memory.
+        array: mapped memory to pin, uint8 [num_slots, block_bytes]; it must stay mapped until these
+            slots are closed. One thread pins it, and pauses while `is_busy` returns True. None to
+            map new memory.
         is_busy: returns True while the engine computes.
         num_threads: number of threads that pin new memory.
-        chunk_bytes: approximate bytes that are pinned at a time; the attribute has the exact
-            number.
+        chunk_bytes: approximate number of bytes of a chunk; the attribute has the exact number.
+
+    Attributes:
+        address: address of slot 0.
+        stride: bytes from one slot to the next.
+        num_bytes: bytes to pin.
+        pinned_bytes: bytes that are pinned already.
+        refusal: the reason why a chunk could not be pinned; None if there was no such chunk.
+        is_pinned: True once all chunks are known to be pinned.
 
     Raises:
-        ConfigError: there is too little memory, or it cannot be pinned; the text names the remedy.
+        ConfigError: there is too little memory, or it cannot be pinned. The text names the remedy.
+        LayoutError: the shape of `array` does not fit the layout.
     """
 
     def __init__(  # noqa: PLR0913 - what is pinned, and how fast
@@ -132,7 +143,7 @@ class PinnedSlots:
         """Block until these slots are pinned; None for all slots.
 
         Raises:
-            TransferError: the slots cannot be pinned; the text names the remedy.
+            TransferError: the slots cannot be pinned. The text names the remedy.
             LayoutError: the slots are closed.
         """
         if self._array is None:
@@ -151,7 +162,7 @@ class PinnedSlots:
         self.is_pinned = all(_is_good(pin) for pin in self._pins)
 
     def close(self) -> None:
-        """Unpin the memory, which is unmapped when no view of it is left. No copy may be in flight.
+        """Unpin the memory, which is unmapped once no array refers to it. No copy may be running.
 
         Raises:
             LayoutError: the slots are closed already.
@@ -167,7 +178,10 @@ class PinnedSlots:
         del _pinned_pages[self.address]
 
     def _pin_all(self) -> None:
-        """Pin chunk after chunk until none is left; each pinning thread runs this."""
+        """Pin one chunk after the other until none is left.
+
+        Each pinning thread runs this method.
+        """
         while (index := self._next()) is not None:
             began, pin = time.monotonic(), self._pins[index]
             try:
@@ -184,7 +198,10 @@ class PinnedSlots:
                 pin.cancel()  # no copy waits any longer
 
     def _next(self) -> int | None:
-        """Return the next chunk to pin; None if all are pinned, or the slots are being closed."""
+        """Return the index of the next chunk to pin.
+
+        None if there is none, or if the slots are closing.
+        """
         with self._lock:
             index = next(iter(self._left), -1)
             while self._wanted:
@@ -199,7 +216,7 @@ class PinnedSlots:
             return index
 
     def _pin(self, chunk: range) -> None:
-        """Allocate the pages of a chunk's slots, and register them with the driver."""
+        """Allocate the pages of a chunk, and register them with the driver."""
         address = self._first_byte + chunk.start * self.stride
         num_bytes = min(self._first_byte + chunk.stop * self.stride, self._end) - address
         _populate(address, num_bytes)
@@ -227,9 +244,9 @@ def _is_good(pin: Future[None]) -> bool:
 
 
 def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
-    """Divide the slots into chunks that start and end at page boundaries.
+    """Divide the slots into chunks that begin and end at page boundaries.
 
-    Two registrations may not share a page, and one copy may not span two registrations.
+    Two chunks may not share a page, and one copy may not span two chunks.
     """
     least = _PAGE // gcd(stride, _PAGE)
     step = max(chunk_bytes // (stride * least), 1) * least
@@ -241,7 +258,7 @@ def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
 def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]:
     """Map new memory near the GPU, uint8 [num_slots, block_bytes], aligned to huge pages.
 
-    The pages are allocated later, when they are first used.
+    Each page is allocated when it is first used.
     """
     num_bytes = num_slots * block_bytes
     length = -(-max(num_bytes, 1) // numa.HUGE_PAGE) * numa.HUGE_PAGE
@@ -273,9 +290,11 @@ def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]
 
 
 def _huge_pages(length: int) -> mmap.mmap | None:
-    """Map `length` bytes of the huge pages that the machine has set aside; None if too few.
+    """Map `length` bytes of the huge pages that the machine has set aside.
 
-    These pages count in no memory limit of a container.
+    None if there are too few.
+
+    Memory limits of containers do not count these pages.
     """
     if numa.free_huge_pages() * numa.HUGE_PAGE < length:
         return None
@@ -289,10 +308,10 @@ def _huge_pages(length: int) -> mmap.mmap | None:
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Allocate every page of a range, without changing its content.
+    """Allocate every page of a range of memory, without changing its content.
 
-    On a kernel older than Linux 5.14 this does nothing; the driver then allocates the pages when it
-    registers them, more slowly.
+    On a kernel before Linux 5.14 the call does nothing, and registering allocates the pages more
+    slowly.
     """
     start = address // _PAGE * _PAGE
     length = -(-(address + num_bytes) // _PAGE) * _PAGE - start

@@ -308,7 +308,7 @@ class Device(Protocol):
 
     @property
     def quick_copy_bytes(self) -> int:
-        """Largest number of bytes that `copy_blocks` copies without blocking its caller long."""
+        """Largest number of bytes that `copy_blocks` may copy on an event loop's thread."""
 
     @property
     def compute_stream(self) -> Stream:

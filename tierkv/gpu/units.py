@@ -3,7 +3,7 @@
     layout's block   | layer 0 | layer 1 | layer 2 | ...      span: consecutive layers
     blocks           0 1 2 ... n                              unit: a span of some of the blocks
 
-The copy engine copies a unit in pieces, one or more for each block, and one kernel then moves it
+The copy engine copies a unit in pieces, one or more for each block. One kernel then moves the unit
 between staging memory and planes. This module does not use a GPU.
 """
 
@@ -31,10 +31,10 @@ ROW_ALIGNMENT = 16  # rows of staging memory are aligned for 16-byte vectors
 
 
 class Order(Enum):
-    """The order of a copy's units.
+    """The order in which a copy's units are made.
 
-    LAYERS copies the first layers of all blocks first, so that the model can start early. BLOCKS
-    copies block by block, in fewer and larger pieces.
+    LAYERS begins with the first layers of all blocks, so that the model can start early. BLOCKS
+    copies block after block, in fewer and larger pieces.
     """
 
     LAYERS = "layers"
@@ -43,36 +43,36 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Sizes of a copy's units, in bytes. Figures were measured on an H200.
+    """Sizes of a copy's units and pieces, in bytes. The figures were measured on an H200.
 
-    A unit is a part of a copy that passes through staging memory at once. It has 1 / `share` of the
-    copy's bytes, but at least 2 * `min_unit` and at most `max_unit`. A copy of up to 2 * `min_unit`
-    is one unit. The first unit is smaller (`first`), so that the first layer arrives early. The
-    last units become smaller down to `last`, so that little work is left after the last byte has
-    arrived.
+    A unit is a part of a copy that passes through staging memory at once. Most units have 1 /
+    `share` of the copy's bytes, but at least 2 * `min_unit` and at most `max_unit`. A copy of up to
+    2 * `min_unit` is one unit. The first unit is smaller (`first`), so that the first layer arrives
+    early. The last units become smaller down to `last`, so that little work is left when the last
+    byte has arrived.
 
     Attributes:
-        first: size of the first unit, which has at most FIRST_BLOCKS blocks. The copy engine is
-            busy with it until the lane's thread submits the next, 0.5 to 0.7 ms later; PCIe 5 moves
-            32 MiB in 0.6 ms.
+        first: size of the first unit, which has at most FIRST_BLOCKS blocks. It must occupy the
+            copy engine until the lane's thread submits the next one, 0.5 to 0.7 ms later; PCIe 5
+            moves 32 MiB in 0.6 ms.
         min_unit: half of the smallest size of a unit that is neither the first nor near the end.
         max_unit: largest size of a unit. During a load, decoder layers lose 0.5 % of their speed
             with 64 MiB and 1.7 % with 128 MiB, since the model's next kernel waits for the unit's
             kernel.
-        last: size down to which units halve at the end. Smaller ones slow the load: with 8 MiB it
-            reaches 97.7 % of the limit instead of 98.5 %.
+        last: size down to which units halve at the end. With 8 MiB, a load reaches 97.7 % of the
+            limit instead of 98.5 %.
         last_share: in a small copy the last unit has 1 / `last_share` of the bytes, if that is less
             than `last`, but at least `min_unit`.
-        share: number of units of a copy, if neither limit applies.
-        piece: smallest piece for the copy engine; layers are joined to reach it. Pieces of 256 KiB
-            reach 98 % of the speed of a contiguous copy, 1 MiB 98.6 %.
+        share: number of units of a copy, if neither `min_unit` nor `max_unit` limits their size.
+        piece: smallest piece for the copy engine; layers are joined until they have so many bytes.
+            Pieces of 256 KiB reach 98 % of the speed of a contiguous copy, 1 MiB 98.6 %.
         max_piece: largest piece of joined layers in the middle of a load. Larger pieces save the
             submitting thread 1 to 4 us each.
-        offload_piece: smallest piece of an offload: pieces of 256 KiB reach 92 to 94 % of the speed
+        offload_piece: smallest piece of an offload. Pieces of 256 KiB reach 92 to 94 % of the speed
             of a contiguous copy, 1 MiB 97 %, 2 MiB 98 %.
-        straight_row: smallest row of a rectangle of planes for which the first blocks of a copy are
-            copied without staging. With rows of 128 KiB, 2 GiB to the host reach 99.2 % instead of
-            98.8 %; with rows of 32 KiB there is no gain.
+        straight_row: smallest row of a rectangle of planes with which a copy begins without
+            staging. With rows of 128 KiB, an offload of 2 GiB reaches 99.2 % of the limit instead
+            of 98.8 %; with rows of 32 KiB there is no gain.
     """
 
     first: int = 32 << 20
@@ -92,10 +92,10 @@ class Unit:
     """A part of a copy: bytes [first_byte, first_byte + num_bytes) of some of its blocks.
 
     Attributes:
-        layers: layers that these bytes belong to.
-        first_byte: offset in each block.
-        num_bytes: bytes of each block.
-        start, stop: the blocks, as positions [start, stop) in the copy.
+        layers: the layers that have these bytes.
+        first_byte: offset of the bytes in each block.
+        num_bytes: number of bytes of each block.
+        start, stop: positions [start, stop) of the blocks in the copy.
     """
 
     layers: range
@@ -118,12 +118,12 @@ class Unit:
 
 
 def row_of(num_bytes: int) -> int:
-    """Return the bytes of a row of staging memory for `num_bytes`, alignment included."""
+    """Return `num_bytes` rounded up to a whole number of aligned rows' bytes in staging memory."""
     return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 class UnitPlanner:
-    """Divides copies of blocks of one layout into units, in one order."""
+    """Divides copies of blocks with one layout into units, in one order."""
 
     def __init__(self, layout: Layout, order: Order, sizes: UnitSizes) -> None:
         self._order = order
@@ -134,10 +134,10 @@ class UnitPlanner:
         self._kept: dict[int, tuple[Unit, ...]] = {}
 
     def plan(self, num_blocks: int) -> Iterator[Unit]:
-        """Yield units that together hold every byte of `num_blocks` blocks once, layers ascending.
+        """Yield the units of a copy of `num_blocks` blocks, lower layers first.
 
-        A unit has at most `sizes.max_unit` bytes of staging, unless one layer of one block (with
-        Order.BLOCKS: one block) needs more.
+        Each byte is in exactly one unit. A unit has at most `sizes.max_unit` bytes of staging
+        memory, unless one layer of one block (with Order.BLOCKS: one block) has more.
         """
         if num_blocks not in self._kept:
             if num_blocks > _KEEP_UP_TO:
@@ -170,9 +170,8 @@ class UnitPlanner:
     def _spans(self, num_blocks: int, target: int, first: int, last: int) -> Iterator[range]:
         """Yield the ranges of layers that are copied together, in order.
 
-        With Order.LAYERS the ranges are as small as the sizes of units and pieces allow, and
-        smallest at both ends. `target`, `first` and `last` are the bytes of a middle, the first and
-        the last unit.
+        `target`, `first` and `last` are the bytes of a middle unit, the first unit and the last
+        unit. Ranges at both ends have the fewest layers.
         """
         if self._order is Order.BLOCKS:
             yield range(self._num_layers)
@@ -199,19 +198,20 @@ class UnitPlanner:
 def joined(
     slots: Bytes, block_bytes: int, *, start: int, chunk_bytes: int, max_bytes: int
 ) -> tuple[npt.NDArray[np.intp], Bytes]:
-    """Join neighbouring blocks to larger pieces.
+    """Join neighbouring blocks to larger pieces for the copy engine.
 
-    No piece spans two chunks of the memory, since the driver registers each chunk separately.
+    No piece spans two chunks of the memory, since each chunk is registered with the driver
+    separately.
 
     Args:
         slots: ascending addresses of the blocks.
         block_bytes: bytes of a block.
-        start: address of the memory.
-        chunk_bytes: bytes of a chunk.
-        max_bytes: largest bytes of a piece.
+        start: address of the memory with the blocks.
+        chunk_bytes: bytes of a chunk of that memory.
+        max_bytes: largest number of bytes of a piece.
 
     Returns:
-        The index of each piece's first block, and each piece's bytes.
+        For each piece: the index of its first block in `slots`, and its number of bytes.
     """
     follows = np.diff(slots) == np.uint64(block_bytes)
     follows &= (slots[1:] - np.uint64(start)) % np.uint64(chunk_bytes) != 0
@@ -227,9 +227,7 @@ _ALIGNMENT = 256
 
 
 class Ring(Generic[E]):
-    """Reservations in `capacity` bytes of staging memory, which is used in turn from start to end.
-
-    Positions increase without end; the remainder by `capacity` is the offset.
+    """Reservations of staging memory of `capacity` bytes, which is used in turn from start to end.
 
     |<------------- capacity ------------->|
     | in use | in use |   next   |  in use (oldest) |
@@ -242,14 +240,14 @@ class Ring(Generic[E]):
         self._in_use: deque[tuple[int, E]] = deque()  # (first position, used until)
 
     def reserve(self, num_bytes: int) -> tuple[int, E | None]:
-        """Reserve the next `num_bytes` bytes; a call of `use_until` must follow.
+        """Reserve the next `num_bytes` bytes; the caller must call `use_until` afterwards.
 
         Returns:
-            The offset, and an event to wait for before the bytes are written. None if there is
-                none, or the caller has waited for it in an earlier call.
+            The offset of the bytes, and an event to wait for before they are written. None if they
+                are free already, or if the caller has waited for that event in an earlier call.
 
         Raises:
-            LayoutError: the ring is smaller than `num_bytes`.
+            LayoutError: the ring has fewer than `num_bytes` bytes.
         """
         assert self._reserved is None, "use_until follows each reserve"
         num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -270,7 +268,7 @@ class Ring(Generic[E]):
         return start % self.capacity, freed_by
 
     def use_until(self, event: E) -> None:
-        """Keep the bytes of the last `reserve` in use until `event` is done."""
+        """Mark the bytes of the last `reserve` as in use until `event` is done."""
         assert self._reserved is not None, "reserve comes first"
         self._in_use.append((self._reserved, event))
         self._reserved = None
