@@ -48,7 +48,14 @@ def copy_rectangle(
 
 
 class DeviceMemory:
-    """`num_bytes` bytes from cudaMalloc, freed when this object and all its views are deleted."""
+    """GPU memory from cudaMalloc.
+
+    The memory is freed when this object and all arrays from `view` are deleted.
+
+    Attributes:
+        num_bytes: size of the memory in bytes.
+        address: address of the first byte.
+    """
 
     def __init__(self, gpu: Gpu, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -405,6 +412,7 @@ def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
 
 def _check_within(plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
     """Raise LayoutError if another process's plane reaches beyond its allocation."""
+    # A kernel that reads beyond an allocation makes the GPU unusable for this process.
     end = place.address + (num_blocks - 1) * place.stride + plane.block_bytes
     is_within = place.address in place.allocation and end <= place.allocation.stop
     if place.stride < plane.block_bytes or num_blocks < 1 or not is_within:
@@ -416,8 +424,8 @@ def opened_planes(
 ) -> CudaPlanes:
     """Open another process's planes through CUDA IPC; `close` unmaps them.
 
-    The processes must order their accesses by messages: tell the other process of a copy only after
-    the copy has ended.
+    The processes must order their accesses by messages: notify the other process of a copy only
+    after the copy has ended.
 
     Args:
         gpu: the GPU of this process that reads or writes the planes.

@@ -1,4 +1,4 @@
-"""Limits and speeds of GPUs and memory on this machine, with remedies, for `tierkv doctor`."""
+"""The limits and speeds of this machine's GPUs and memory, with remedies, for `tierkv doctor`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOCKED_GIB = 1.0  # too little for any host tier
 
 
 class Verdict(Enum):
-    """The judgement of a finding."""
+    """The judgement about a `Finding`."""
 
     OK = "ok"
     WARNING = "warning"  # works, slower than it could
@@ -40,13 +40,13 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of a report.
+    """One line of the report of `tierkv doctor`.
 
     Attributes:
         what: the name of what was examined.
         value: the figure or state that was found.
         verdict: the judgement.
-        remedy: an action that helps, "" if there is none.
+        remedy: an action that helps; "" if none is needed or known.
     """
 
     what: str
@@ -92,7 +92,7 @@ def _placement_finding() -> Finding:
 
 
 def gpu_findings() -> list[Finding]:
-    """Return findings about every GPU of this process, with measured speeds.
+    """Return findings about every GPU that this process sees, with measured speeds.
 
     If no GPU can be used, the only finding says why.
     """
@@ -185,7 +185,7 @@ def _speed_finding(what: str, speed: float, link: numa.PcieLink | None) -> Findi
 
 
 def _measured(gpu: Gpu, name: str) -> tuple[list[Finding], dict[str, float]]:
-    """Measure pinning and copies; return findings, and the GB/s of each direction."""
+    """Measure pinning and copies of a GPU; return findings, and the GB/s of each direction."""
     from tierkv.gpu.cuda_memory import DeviceMemory, timed_copies  # noqa: PLC0415 - CuPy is there
     from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
 
@@ -214,7 +214,7 @@ _COPY_BYTES = 64 << 20
 
 
 def copy_finding() -> Finding:
-    """Measure a single-threaded copy within host memory, as `device = "cpu"` does for blocks."""
+    """Measure how fast one thread copies within host memory, as the device `cpu` copies blocks."""
     source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
     took = []
     for _ in range(3):

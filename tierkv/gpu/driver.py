@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver, by ctypes, that CuPy lacks or makes while it holds the GIL.
+"""Calls of the CUDA driver through ctypes, where CuPy lacks the call or holds the GIL during it.
 
 A call through ctypes lets other Python threads run, and reads addresses from NumPy arrays.
 """
@@ -22,9 +22,9 @@ _STREAM_ORDER = 1  # a copy reads its source when the stream gets there
 
 
 class Column:
-    """An array of `capacity` addresses or sizes that the driver reads, at a fixed address.
+    """An array of `capacity` addresses or byte counts that the driver reads.
 
-    The address is computed once, since that takes NumPy up to 28 us.
+    `address` is the array's own address, computed once, since NumPy takes up to 28 us for that.
     """
 
     __slots__ = ("address", "values")
@@ -35,7 +35,7 @@ class Column:
 
 
 class DriverError(Exception):
-    """A driver call failed; `Gpu.bound` translates the error to a TransferError."""
+    """A driver call failed; `Gpu.bound` turns this error into a TransferError."""
 
     def __init__(self, call: str, status: int) -> None:
         super().__init__(f"{call} failed with CUDA error {status}")
@@ -43,7 +43,7 @@ class DriverError(Exception):
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: access order, two (type, id) location hints, flags."""
+    """CUmemcpyAttributes: order of accesses, two location hints of (type, id), and flags."""
 
     _fields_ = (
         ("source_order", ctypes.c_uint),
@@ -54,7 +54,10 @@ class _Attributes(ctypes.Structure):
 
 
 class Driver:
-    """libcuda of this machine. Every call needs a bound GPU (see `Gpu.bound`)."""
+    """The CUDA driver (libcuda) of this machine.
+
+    The caller of each method must have bound a GPU (see `Gpu.bound`).
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -75,24 +78,23 @@ class Driver:
 
     @property
     def has_batch_copy(self) -> bool:
-        """True if `copy_batch` is one driver call instead of one for each piece."""
+        """True if the driver can copy many pieces in one call (CUDA 12.8 and later)."""
         return self._batch is not None
 
     def copy_batch(
         self, targets: Column, sources: Column, sizes: Column, pieces: range, *, stream: int
     ) -> None:
-        """Submit a copy of sizes[i] bytes from sources[i] to targets[i] for each i of `pieces`.
+        """Submit a copy of sizes[i] bytes from sources[i] to targets[i] for each i in `pieces`.
 
-        The order of the pieces is undefined. Pieces must not overlap, and host memory must stay
-        pinned until the stream has passed this point. The columns may change as soon as this
-        returns.
+        The pieces are copied in any order and must not overlap. Host memory must stay pinned until
+        the copy has ended. The three arrays may be changed as soon as this call returns.
 
         Args:
             targets: addresses to write.
             sources: addresses to read.
-            sizes: bytes of the pieces.
-            pieces: indexes in the columns.
-            stream: the cudaStream_t that orders the copy.
+            sizes: number of bytes of each piece.
+            pieces: the range of indices to copy.
+            stream: the cudaStream_t to which the copy is submitted.
 
         Raises:
             DriverError: the driver refused the copy.
@@ -120,17 +122,17 @@ class Driver:
     def copy_each(
         self, targets: Column, sources: Column, sizes: Column, pieces: range, *, stream: int
     ) -> None:
-        """Copy as `copy_batch` does, with a call for each piece, for drivers older than CUDA 12.8.
+        """Copy like `copy_batch`, but with one driver call for each piece.
 
         Args:
             targets: addresses to write.
             sources: addresses to read.
-            sizes: bytes of the pieces.
-            pieces: indexes in the columns.
-            stream: the cudaStream_t that orders the copy.
+            sizes: number of bytes of each piece.
+            pieces: the range of indices to copy.
+            stream: the cudaStream_t to which the copies are submitted.
 
         Raises:
-            DriverError: the driver refused the copy.
+            DriverError: the driver refused a copy.
         """
         copy = self._library.cuMemcpyAsync
         for at in pieces:
@@ -145,14 +147,14 @@ class Driver:
             )
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Pin memory that is mapped already.
+        """Pin mapped memory, for all GPUs of this process.
 
         Args:
             address: address of the memory, at the start of a page.
-            num_bytes: bytes of the memory.
+            num_bytes: number of bytes to pin.
 
         Raises:
-            DriverError: the driver refused.
+            DriverError: the driver refused the call.
         """
         _check(
             "cuMemHostRegister",
@@ -165,7 +167,7 @@ class Driver:
         _check("cuMemHostUnregister", self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def has_context(self, index: int) -> bool:
-        """Return whether this process has a primary context on GPU `index`."""
+        """Return whether this process has a primary context on the GPU with this index."""
         flags, is_active = ctypes.c_uint(), ctypes.c_int()
         status = self._library.cuDevicePrimaryCtxGetState(
             ctypes.c_int(index), ctypes.byref(flags), ctypes.byref(is_active)
@@ -173,7 +175,11 @@ class Driver:
         return status == _SUCCESS and bool(is_active.value)
 
     def allocation_of(self, address: int) -> tuple[int, int]:
-        """Return the address and size of the GPU allocation that `address` lies in."""
+        """Return the start address and the size of the GPU allocation that contains `address`.
+
+        Raises:
+            DriverError: no such allocation is known.
+        """
         start, size = ctypes.c_uint64(), ctypes.c_size_t()
         _check(
             "cuMemGetAddressRange",
@@ -191,7 +197,7 @@ def _check(call: str, status: int) -> None:
 
 @cache
 def load_driver() -> Driver:
-    """Return the CUDA driver of this machine.
+    """Return the CUDA driver of this machine; further calls return the same object.
 
     Raises:
         ConfigError: the machine has no driver.

@@ -1,4 +1,4 @@
-"""The kernels of csrc/planes.cu for one set of planes: their arguments and launch sizes."""
+"""The kernels of csrc/planes.cu for one set of planes, with their arguments and launch sizes."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _PAIRS = np.dtype(
 
 
 def tile_table(layout: Layout, memory: tuple[PlaneMemory, ...]) -> npt.NDArray[np.void]:
-    """Return the table of tiles that the kernels copy: parts of planes of at most TILE_BYTES.
+    """Return the table of tiles for the kernels; a tile is up to TILE_BYTES bytes of a plane.
 
     The tiles cover every byte of a block once, in the layout's order.
 
     Args:
-        layout: the planes of a block.
-        memory: the place of each plane.
+        layout: layout of a block.
+        memory: addresses of each plane.
     """
     rows = [
         (place.address + at, place.stride, start + at, min(TILE_BYTES, plane.block_bytes - at))
@@ -61,11 +61,11 @@ def tile_table(layout: Layout, memory: tuple[PlaneMemory, ...]) -> npt.NDArray[n
 
 
 def launch_nothing(gpu: Gpu, stream: CudaStream) -> None:
-    """Launch a kernel that moves no byte.
+    """Launch a kernel that copies no bytes.
 
     Args:
         gpu: the GPU.
-        stream: the stream of the kernel.
+        stream: the stream to which the kernel is submitted.
     """
     kernel = Kernel(gpu, "scatter")
     with gpu.bound():
@@ -75,14 +75,15 @@ def launch_nothing(gpu: Gpu, stream: CudaStream) -> None:
 
 
 class PlaneKernels:
-    """The kernels `gather`, `scatter` and `within`, over `planes`.
+    """The kernels `gather`, `scatter` and `within` for one set of planes.
 
-    For one thread at a time, with the GPU bound (see `Gpu.bound`).
+    Only one thread at a time may use this object, and must have bound the GPU (see `Gpu.bound`).
 
     Args:
         gpu: the GPU.
         planes: the planes.
-        num_ctas: largest number of thread blocks of a launch.
+        num_ctas: largest number of thread blocks of a launch; four times as many for small
+            launches.
     """
 
     def __init__(self, gpu: Gpu, planes: CudaPlanes, *, num_ctas: int) -> None:
@@ -101,13 +102,13 @@ class PlaneKernels:
         self._pairs = Argument(np.zeros((), _PAIRS))
 
     def gather(self, unit: Unit, block_ids: Ids, staging: int, stream: CudaStream) -> None:
-        """Copy blocks of the planes to rows of staging memory.
+        """Copy bytes of blocks from the planes to rows of staging memory.
 
         Args:
-            unit: the bytes of each block to copy.
-            block_ids: int32 [n], the blocks.
-            staging: address of the first row.
-            stream: the stream that orders the kernel.
+            unit: says which bytes of each block to copy.
+            block_ids: int32 [n], the blocks; block i is copied to row i.
+            staging: address of row 0.
+            stream: the stream to which the kernel is submitted.
         """
         self._move("gather", unit, block_ids, staging, stream)
 
@@ -115,10 +116,10 @@ class PlaneKernels:
         """Copy rows of staging memory to blocks of the planes.
 
         Args:
-            unit: the bytes of each block to copy.
-            block_ids: int32 [n], the blocks, distinct.
-            staging: address of the first row.
-            stream: the stream that orders the kernel.
+            unit: says which bytes of each block to copy.
+            block_ids: int32 [n], the blocks, distinct; row i is copied to block i.
+            staging: address of row 0.
+            stream: the stream to which the kernel is submitted.
         """
         self._move("scatter", unit, block_ids, staging, stream)
 
@@ -137,7 +138,7 @@ class PlaneKernels:
         self._launch(name, self._unit, (stop - first) * len(block_ids), stream)
 
     def _tiles_of(self, unit: Unit) -> tuple[int, int]:
-        """Return the first tile, and the index after the last tile, of the unit's layers."""
+        """Return the index of the unit's first tile, and the index after its last tile."""
         ends = (unit.first_byte, unit.first_byte + unit.num_bytes)
         if ends not in self._found:  # the cache has about as many entries as layers
             first, stop = np.searchsorted(self._starts, ends).tolist()
@@ -148,9 +149,9 @@ class PlaneKernels:
         """Copy block source_ids[i] to block target_ids[i] for all i.
 
         Args:
-            source_ids: int32 [n].
-            target_ids: int32 [n], distinct, without the source ids.
-            stream: the stream that orders the kernels.
+            source_ids: int32 [n], blocks to read.
+            target_ids: int32 [n], blocks to write: distinct, and none of the source ids.
+            stream: the stream to which the kernels are submitted.
         """
         most, pairs = MAX_BLOCKS // 2, self._pairs.values
         pairs["tiles"] = self._table.address

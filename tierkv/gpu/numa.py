@@ -1,4 +1,7 @@
-"""Host memory near a GPU: its NUMA node, its PCIe link, and huge pages, from sysfs and mbind."""
+"""Facts about host memory near a GPU, from sysfs: NUMA node, PCIe link, huge pages.
+
+The module also places memory on a NUMA node, by the system call mbind.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def libc() -> ctypes.CDLL:
 
 
 def read(path: Path) -> str | None:
-    """Return the file's text, stripped; None if it cannot be read."""
+    """Return the file's text without surrounding white space; None if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -30,12 +33,12 @@ def read(path: Path) -> str | None:
 
 
 def numa_nodes() -> int:
-    """Return the number of NUMA nodes; 0 if the machine does not show it."""
+    """Return the number of NUMA nodes; 0 if sysfs does not list them."""
     return len(list((ROOT / "sys/devices/system/node").glob("node[0-9]*")))
 
 
 def numa_node_of(pci_bus_id: str) -> int | None:
-    """Return the NUMA node of a GPU; None if it is unknown, or the machine has only one."""
+    """Return the NUMA node of a GPU; None if it is unknown, or if the machine has only one node."""
     text = read(ROOT / "sys/bus/pci/devices" / pci_bus_id / "numa_node")
     if text is None or int(text) < 0 or numa_nodes() <= 1:
         return None
@@ -49,8 +52,8 @@ class PcieLink:
     Attributes:
         speed: present speed, in GT/s per lane.
         width: number of lanes in use.
-        max_speed: highest speed of the device, in GT/s per lane.
-        max_width: number of lanes of the device.
+        max_speed: highest speed that the GPU supports, in GT/s per lane.
+        max_width: number of lanes that the GPU supports.
     """
 
     speed: float
@@ -60,12 +63,12 @@ class PcieLink:
 
     @property
     def raw_gb_per_s(self) -> float:
-        """GB/s of the link at its present speed, of which data can use about 88 %."""
+        """GB/s on the wire at the present speed; about 88 % of it are available for data."""
         return self.speed * self.width / 8 * (128 / 130)
 
 
 def pcie_link(pci_bus_id: str) -> PcieLink | None:
-    """Return the PCIe link of a GPU; None if it is unknown."""
+    """Return the PCIe link of a GPU; None if sysfs does not describe it."""
     folder = ROOT / "sys/bus/pci/devices" / pci_bus_id
     texts = [
         read(folder / name)
@@ -86,15 +89,17 @@ def pcie_link(pci_bus_id: str) -> PcieLink | None:
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:
-    """Let the kernel place the pages of a new mapping on a NUMA node, as far as it has room.
+    """Ask the kernel to place the pages of a new mapping on a NUMA node.
+
+    If that node has no free memory, the kernel uses another.
 
     Args:
-        address: address of the mapping, at the start of a page; no page may have been used.
-        num_bytes: bytes of the mapping.
+        address: address of the mapping, at the start of a page; no page may have been used yet.
+        num_bytes: size of the mapping in bytes.
         node: number of the NUMA node.
 
     Returns:
-        True if the kernel accepts this.
+        True if the kernel accepts the request.
     """
     number = _MBIND.get(platform.machine())
     if number is None:
@@ -114,7 +119,7 @@ def prefer_node(address: int, num_bytes: int, node: int) -> bool:
 
 
 def may_place() -> bool:
-    """Return whether the kernel lets this process place its memory; some containers forbid it."""
+    """Return whether the kernel lets this process choose NUMA nodes; some containers forbid it."""
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         here = ctypes.c_char.from_buffer(page)
         try:
@@ -124,7 +129,7 @@ def may_place() -> bool:
 
 
 def transparent_huge_pages() -> str:
-    """Return the kernel's mode of transparent huge pages: always, madvise, never or unknown."""
+    """Return the kernel's setting of transparent huge pages: always, madvise, never or unknown."""
     text = read(ROOT / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     _, _, rest = text.partition("[")
     return rest.partition("]")[0] or "unknown"

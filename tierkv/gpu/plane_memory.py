@@ -1,10 +1,10 @@
-"""The addresses of planes on a GPU, and which planes its copy engine can move together.
+"""The addresses of planes on a GPU, and which planes the copy engine can move in one command.
 
-    in a slot   | key 0 | value 0 | key 1 | value 1 | ...     rows of a rectangle: all the keys,
-    planes      key 0 ...   value 0 ...   key 1 ...           equally far apart on either side
+    in a slot   | key 0 | value 0 | key 1 | value 1 | ...     a rectangle's rows: all keys, which
+    on the GPU  key 0 ...   value 0 ...   key 1 ...           have equal distances on both sides
 
-A copy engine moves planes at equal distances in one command, as a rectangle, if they are in one
-allocation; an engine's tensors often are one allocation each. This module does not use a GPU.
+The copy engine can move planes at equal distances as a rectangle, if they are in one allocation.
+Often an engine's tensors are one allocation each. This module does not use a GPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _MAX_RECTANGLES = 4  # for one block, since each needs a call
 
 @dataclass(frozen=True, slots=True)
 class PlaneMemory:
-    """The addresses of a plane on its GPU: block b lies at address + b * stride.
+    """The addresses of a plane on its GPU: block b begins at address + b * stride.
 
     Attributes:
         address: address of block 0.
         stride: bytes from one block to the next.
-        allocation: addresses of the allocation that holds the plane; empty if the driver knows
-            none.
+        allocation: addresses of the allocation that contains the plane; empty if the driver does
+            not report one.
     """
 
     address: int
@@ -40,12 +40,12 @@ class PlaneMemory:
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Planes at equal distances, in which the copy engine can move a block in one command.
+    """Planes at equal distances; the copy engine moves one block of all of them in one command.
 
     Attributes:
         memory: addresses of the first plane.
         pitch: bytes from one plane to the next on the GPU.
-        block_byte: offset of the first plane in a host slot.
+        block_byte: offset of the first plane in a host slot, in bytes.
         slot_pitch: bytes from one plane to the next in a host slot.
         row_bytes: bytes of one block in each plane.
         rows: number of planes.
@@ -69,15 +69,15 @@ class _Place:
 def rectangles_of(
     layout: Layout, memory: Sequence[PlaneMemory], num_blocks: int
 ) -> tuple[Rectangle, ...]:
-    """Return rectangles, each within one allocation, that together contain all planes.
+    """Return up to four rectangles, each within one allocation, that together contain all planes.
 
     Args:
-        layout: the planes' layout.
-        memory: the addresses of each plane.
-        num_blocks: number of blocks of the planes.
+        layout: layout of a block.
+        memory: addresses of each plane.
+        num_blocks: number of blocks.
 
     Returns:
-        The rectangles; () if more than four would be needed.
+        The rectangles; () if the planes do not form at most four rectangles.
     """
     places = [
         _Place(plane, where, start)

@@ -1,6 +1,6 @@
-"""Copies from another process's memory on this machine, by one system call.
+"""Copies from the memory of another process on this machine, by the system call process_vm_readv.
 
-With them CPU planes are shared between processes, as GPU planes are by CUDA IPC. The module also
+With it, processes share CPU planes as they share GPU planes through CUDA IPC. The module also
 copies many pieces within this process in one call.
 """
 
@@ -26,12 +26,12 @@ _MAX_PIECES = 1024  # IOV_MAX
 
 @dataclass(frozen=True, slots=True)
 class RemotePiece:
-    """A range of another process's memory, and the address in this process to copy it to.
+    """A range of another process's memory, and the address in this process to which it is copied.
 
     Attributes:
         theirs: address in the other process.
         ours: address in this process.
-        num_bytes: bytes to copy.
+        num_bytes: number of bytes to copy.
     """
 
     theirs: int
@@ -40,7 +40,7 @@ class RemotePiece:
 
 
 class NotPermittedError(TransferError):
-    """The kernel forbids this process to read the other process's memory; do not retry."""
+    """The kernel does not permit this process to read the other process's memory; do not retry."""
 
 
 def is_possible() -> bool:
@@ -48,15 +48,15 @@ def is_possible() -> bool:
 
 
 def read(pid: int, pieces: Sequence[RemotePiece]) -> None:
-    """Copy pieces of another process's memory to this process, and block until they are copied.
+    """Copy pieces of another process's memory to this process; block until all are copied.
 
     Args:
         pid: id of the other process, which may be stopped.
         pieces: the pieces to copy.
 
     Raises:
-        TransferError: a byte could not be read, for example because the process has ended; the
-            content of the targets is then undefined.
+        TransferError: a piece could not be read, for example because the process has ended; the
+            content at the target addresses is then undefined.
     """
     rows = [(piece.ours, piece.theirs, piece.num_bytes) for piece in pieces]
     _copy(pid, *np.array(rows, np.uint64).reshape(-1, 3).T)
@@ -65,12 +65,12 @@ def read(pid: int, pieces: Sequence[RemotePiece]) -> None:
 def copy_here(
     targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
 ) -> None:
-    """Copy pieces of this process's memory by address, without the GIL.
+    """Copy pieces of this process's memory by address, without the GIL; block until all are copied.
 
     Args:
         targets: uint64 [n], addresses to write.
         sources: uint64 [n], addresses to read.
-        sizes: uint64 [n], bytes of each piece.
+        sizes: uint64 [n], number of bytes of each piece.
 
     Raises:
         TransferError: the kernel refused the copy.
@@ -117,7 +117,7 @@ def _libc() -> ctypes.CDLL:
 
 
 class CpuSharing:
-    """The exchange of CPU planes between processes; see `Sharing`."""
+    """The sharing of CPU planes between processes; the protocol `Sharing` describes the methods."""
 
     place = CPU_PLACE
 
@@ -135,7 +135,7 @@ class CpuSharing:
 
 
 class _CpuPeer:
-    """The CPU planes of another process; see `PeerPlanes`."""
+    """CPU planes of another process; the protocol `PeerPlanes` describes the methods."""
 
     def __init__(self, own: Planes, shared: SharedPlanes) -> None:
         self._own = own

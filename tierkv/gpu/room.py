@@ -1,6 +1,7 @@
 """All limits on the memory of this process, checked before host memory is allocated.
 
-Without the check the Linux kernel would kill the process without a message when memory runs out.
+Without this check, the Linux kernel would kill the process, without a message, when memory runs
+out.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _MAX_RESERVE_BYTES = 64 * _MIB  # for page tables (1/512 of the memory) and the 
 
 
 class LimitKind(Enum):
-    """The consequence for a process that uses more memory than a limit allows.
+    """What happens to a process that uses more memory than a limit allows.
 
     PAGES: the kernel kills the process when it writes to new pages.
-    MACHINE: the same, unless the machine swaps, or gets more memory at run time.
-    ADDRESSES: the mapping is refused, even if its pages exist already.
+    MACHINE: the same, unless the machine can swap, or gets more memory at run time.
+    ADDRESSES: the kernel refuses a new mapping, even if its pages exist already.
     LOCKED: some drivers refuse to pin memory.
-    NONE: nothing, since tierkv allocates none of this memory.
+    NONE: nothing, since tierkv does not use this kind of memory.
     """
 
     PAGES = "pages"
@@ -55,12 +56,12 @@ class MemoryLimit:
     """A limit on the memory of this process.
 
     Attributes:
-        what: name of the limited memory, as `tierkv doctor` shows it.
-        source: file or call that the figures come from.
-        kind: consequence of exceeding the limit.
-        left_bytes: bytes that the process may still use; None without a limit.
-        limit_bytes: the limit itself; None without one.
-        remedy: action that raises the limit.
+        what: name of the limited memory, as `tierkv doctor` prints it.
+        source: the file or call that reports the figures.
+        kind: what happens if the limit is exceeded.
+        left_bytes: bytes that the process may still use; None if there is no limit.
+        limit_bytes: the limit in bytes; None if there is no limit.
+        remedy: the action that raises the limit.
     """
 
     what: str
@@ -72,7 +73,7 @@ class MemoryLimit:
 
     @property
     def sentence(self) -> str:
-        """The bytes that the limit leaves, as a phrase with the source."""
+        """The bytes that are left, the limit, and the source of the figures, as one phrase."""
         if self.left_bytes is None or self.limit_bytes is None:
             return "no limit"
         if self.limit_bytes == 0:
@@ -81,7 +82,7 @@ class MemoryLimit:
 
 
 def size(num_bytes: int) -> str:
-    """Return a number of bytes as readable text, such as "2.00 GiB" or "600.0 MiB"."""
+    """Return a number of bytes as text, such as "2.00 GiB" or "600.0 MiB"."""
     if num_bytes >= _GIB:
         return f"{num_bytes / _GIB:.2f} GiB"
     return f"{num_bytes / _MIB:.1f} MiB"
@@ -95,21 +96,22 @@ def require_room(
     has_new_pages: bool = True,
     is_filled_now: bool = False,
 ) -> None:
-    """Check that this process may allocate `num_bytes` more; warn if the machine may lack memory.
+    """Check that limits allow this process to allocate `num_bytes` more bytes.
 
-    Memory passed to `track` counts as used even before it is filled.
+    If only the machine's free memory is too small, the call logs a warning. Memory passed to
+    `track` counts as used even before it is filled.
 
     Args:
-        num_bytes: bytes of a mapping that is about to be made.
-        what: the memory's name in the error's sentence, such as "the host tier".
-        setting: the setting to lower, such as "cache.host_blocks".
-        has_new_pages: False for a mapping whose pages exist or were set aside before: only the
-            limit on addresses is checked.
-        is_filled_now: True for memory that is written at once, so that the machine must have it
-            now.
+        num_bytes: size of the mapping that is about to be made, in bytes.
+        what: name of the memory in the error sentence, such as "the host tier".
+        setting: name of the setting to lower, such as "cache.host_blocks".
+        has_new_pages: False for a mapping of pages that exist already or are set aside: then only
+            the limit on addresses is checked.
+        is_filled_now: True for memory that is written at once: too little free memory of the
+            machine is then an error.
 
     Raises:
-        ConfigError: a limit leaves too little. The sentence names the limit and the remedy.
+        ConfigError: a limit leaves too few bytes. The sentence names the limit and the remedy.
     """
     for limit in memory_limits():
         is_about_pages = limit.kind in {LimitKind.PAGES, LimitKind.MACHINE}
@@ -137,7 +139,7 @@ def require_room(
 
 
 def memory_limits() -> list[MemoryLimit]:
-    """Return all possible limits on this process's memory, including those that are not set."""
+    """Return all kinds of limits on this process's memory, including those that are not set."""
     return [
         _cgroup_limit(),
         _available(),
@@ -195,7 +197,7 @@ def _huge_pages() -> MemoryLimit:
 
 
 def _shared_memory_folder() -> MemoryLimit:
-    """Return the room in /dev/shm, which engines use to share memory; tierkv itself does not."""
+    """Return the room in /dev/shm, where engines share memory; tierkv itself does not use it."""
     left = limit = None
     try:
         found = os.statvfs(numa.ROOT / "dev/shm")
@@ -213,6 +215,7 @@ def _cgroup_limit() -> MemoryLimit:
 
     Pages of the file cache do not count as used: the kernel drops them first.
     """
+    # Pages of the file cache do not count as used: the kernel frees them first.
     rooms = chain.from_iterable(
         version.rooms(folder) for version in _CGROUP_VERSIONS for folder in version.folders()
     )
@@ -226,14 +229,16 @@ def _cgroup_limit() -> MemoryLimit:
 
 @dataclass(frozen=True, slots=True)
 class _CgroupVersion:
-    """The files in which a version of cgroups keeps its memory figures.
+    """The files in which one version of cgroups reports memory.
 
     Attributes:
-        controller: the controller's name in /proc/self/cgroup; "" for version 2.
-        base: the folder of the cgroups.
-        limits: files with limits; above any of them the kernel reclaims memory, or kills.
-        used: the file with the used bytes.
-        dropped: entries of memory.stat that the kernel can drop, which do not count as used.
+        controller: name of the controller in /proc/self/cgroup; "" for version 2.
+        base: folder of all cgroups.
+        limits: names of files with limits; above a limit the kernel reclaims memory or kills
+            processes.
+        used: name of the file with the used bytes.
+        dropped: entries of memory.stat whose bytes the kernel can free at any time, so that they do
+            not count as used.
     """
 
     controller: str
@@ -243,10 +248,8 @@ class _CgroupVersion:
     dropped: tuple[str, ...]
 
     def folders(self) -> list[Path]:
-        """Return the folders of this process's cgroup and of its parents.
-
-        In a container the cgroup may be the base, even if /proc/self/cgroup names another.
-        """
+        """Return the folders of this process's cgroup and of its parents."""
+        # In a container the cgroup may be the base, even if /proc/self/cgroup names another.
         base = numa.ROOT / self.base
         folders = [base]
         for line in (numa.read(numa.ROOT / "proc/self/cgroup") or "").splitlines():
@@ -294,7 +297,7 @@ def track(owner: object, address: int, num_bytes: int) -> None:
     Args:
         owner: the object whose deletion unmaps the memory; it must support weak references.
         address: address of the first byte.
-        num_bytes: length of the memory in bytes.
+        num_bytes: size of the memory in bytes.
     """
     _tracked[id(owner)] = (address, num_bytes)
     weakref.finalize(owner, _tracked.pop, id(owner), None).atexit = False

@@ -118,7 +118,7 @@ class Unit:
 
 
 def row_of(num_bytes: int) -> int:
-    """Return `num_bytes` rounded up to a whole number of aligned rows' bytes in staging memory."""
+    """Return the size of a row of staging memory for `num_bytes` bytes: a multiple of 16."""
     return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 

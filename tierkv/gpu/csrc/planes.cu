@@ -1,21 +1,22 @@
-// Moves blocks between a device's planes and rows of staging memory, or from block to block.
+// Copies blocks between a device's planes and rows of staging memory, or from block to block.
 //
-// A plane is cut into tiles of at most 4 KiB (a table, made once for each set of planes). One warp
-// moves one tile of one block at a time, with all of its loads in flight before its first store.
-// Warps stride over (tile, block), so a grid of any size is correct. Sizes and offsets are bytes. A
-// row of staging holds the bytes [first_byte, ...) of the layout's block; rows are row_bytes apart.
-// Vectors are as wide as the alignment of both ends allows; the remaining bytes are moved one by one.
+// A plane is divided into tiles of at most 4 KiB; the table of all tiles is made once for each set of
+// planes. One warp copies one tile of one block at a time, and loads the whole tile before it stores
+// anything. Each warp then continues with another (tile, block), so a grid of any size is correct.
+// All sizes and offsets are in bytes. A row of staging memory has the bytes [first_byte, ...) of the
+// layout's block; rows are row_bytes apart. Vectors are as wide as the alignment of both ends allows;
+// the remaining bytes are copied one by one.
 //
-// Loads and stores bypass the L2 cache (__ldcs, __stcs): with it, the copy engine would take 5.1
-// instead of 4.8 us for each 256 KiB that it moves from staging to the host afterwards (H200).
+// Loads and stores do not stay in the L2 cache (__ldcs, __stcs). If they did, the copy engine would
+// take 5.1 instead of 4.8 us for each 256 KiB that it copies from staging to the host afterwards (H200).
 
 #define MAX_BLOCKS 960  // number of ids that fit into the 4 KiB of a kernel's parameters
 #define DEPTH 8         // 8 loads x 32 lanes x 16 bytes = one tile in flight per warp
 
 struct Tile {
-    unsigned char* first;     // of block 0
-    long long stride;         // from one block to the next
-    unsigned int block_byte;  // where the tile starts in the layout's block
+    unsigned char* first;     // address of block 0's part
+    long long stride;         // bytes from one block to the next
+    unsigned int block_byte;  // offset of the tile in the layout's block
     unsigned int num_bytes;
 };
 
