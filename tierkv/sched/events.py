@@ -1,8 +1,8 @@
 """Events about cached blocks, for subscribers such as routers.
 
 No event is made while there is no subscriber. Each subscriber has a bounded queue. A slow
-subscriber loses the oldest events and sees their number, so that it can start again from a listing
-of all blocks.
+subscriber loses the oldest events and learns their number, so that it can request a list of all
+blocks and start again.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ class CacheEvent(msgspec.Struct, frozen=True):
         stop: index after the last block.
         digests: the key of each block, which depends on all tokens up to the block's end.
         parent: the key of the block before `start`; b"" if `start` is 0.
-        tokens: the tokens of the blocks, int32 as bytes; b"" unless a subscriber wants them.
+        tokens: the tokens of the blocks, int32 as bytes; b"" if no subscriber wants tokens.
         is_tail: True for the partial last block of a prompt.
-        group: number of the engine's KV cache group (layers with a common layout) of the blocks.
+        group: number of the cache group (layers with the same layout and rule of needed blocks)
+            that the blocks belong to.
         external_ids: the engine's own id of each block, None for a block without one; () if no
             block has one.
-        external_parent: the engine's own id of the block before `start`.
-        session_id: the session of the turn that computed the blocks; "" without one.
+        external_parent: the engine's own id of the block before `start`; None without one.
+        session_id: the session in whose turn the blocks were computed; "" without one.
     """
 
     number: int
@@ -78,7 +79,7 @@ class CacheEvent(msgspec.Struct, frozen=True):
 
 
 class BlockRun(msgspec.Struct, frozen=True):
-    """Consecutive blocks of a prompt, with the fields of `CacheEvent` that describe them."""
+    """Consecutive blocks of a prompt. The fields mean the same as those of `CacheEvent`."""
 
     space: str
     start: int
@@ -89,11 +90,11 @@ class BlockRun(msgspec.Struct, frozen=True):
     group: int = 0
 
     def part(self, first: int, stop: int) -> BlockRun:
-        """Return some of this run's blocks as a run of their own.
+        """Return consecutive blocks of this run as a new run.
 
         Args:
-            first: number of the first block, 0 for the run's first.
-            stop: number after the last block.
+            first: position of the first block within this run, from 0.
+            stop: position after the last block.
         """
         size = len(self.tokens) // len(self.digests)
         return BlockRun(
@@ -112,7 +113,7 @@ class EventPoint(NamedTuple):
 
     Attributes:
         number: number of the last event before the point.
-        num_clears: number of times, before the point, that storage lost all of its blocks.
+        num_clears: number of times that storage lost all of its blocks before the point.
     """
 
     number: int
@@ -124,7 +125,7 @@ class _Stored(NamedTuple):
 
     Attributes:
         run: the blocks that were published together.
-        at: number of the block within the run.
+        at: position of the block within the run.
         number: number of the last event before the block was published.
     """
 
@@ -138,15 +139,16 @@ class _Stored(NamedTuple):
 
 
 class Subscription:
-    """Cache events as they occur: `async for event in subscription`.
+    """The queue of one subscriber: `async for event in subscription` yields events as they occur.
 
     Args:
-        capacity: largest number of events that may wait; beyond it, the oldest are dropped.
-        wants_tokens: True if events shall carry the blocks' tokens.
+        capacity: largest number of events in the queue; beyond it, the oldest are dropped.
+        wants_tokens: True if the subscriber wants the blocks' tokens in the events.
 
     Attributes:
         num_dropped: number of events dropped because the subscriber was slow.
-        wants_tokens: True if events carry the blocks' tokens, which are the content of prompts.
+        wants_tokens: True if the subscriber wants the blocks' tokens, which are the content of
+            prompts.
     """
 
     def __init__(self, capacity: int, *, wants_tokens: bool = False) -> None:
@@ -164,7 +166,7 @@ class Subscription:
         self._arrived.set()
 
     def drain(self) -> list[CacheEvent]:
-        """Remove and return the waiting events, without waiting for more. Thread-safe."""
+        """Remove and return all events in the queue, without waiting for more. Thread-safe."""
         found: list[CacheEvent] = []
         while self._events:
             found.append(self._events.popleft())
@@ -185,32 +187,32 @@ class EventListener(Protocol):
     """A receiver of events, called on the service's thread.
 
     Attributes:
-        wants_tokens: True if events carry the blocks' tokens.
+        wants_tokens: True if the receiver wants the blocks' tokens in the events.
     """
 
     @property
     def wants_tokens(self) -> bool: ...
 
     def put(self, event: CacheEvent) -> None:
-        """Receive an event. Must not block, since the cache is being changed."""
+        """Receive an event. The call must not block: the cache is being changed at that moment."""
 
 
 class CacheEvents:
-    """The events of one service, and its subscribers.
+    """The events of one service, and their subscribers.
 
     Args:
-        digests_of: returns the keys of blocks [start, stop) of the path that ends in a node; called
-            only while there is a subscriber.
+        digests_of: returns the keys of blocks [start, stop) of the path (a prefix in the index)
+            that ends in a node; called only while there is a subscriber.
         is_retired: returns True for a node that no request can match any more; no event names its
             blocks.
 
     Attributes:
-        groups: KV cache groups (layers with a common layout) of an engine's blocks; () if there is
-            only the service's own layout.
-        indexed: number of the group that is in the index.
-        other_blocks: returns the blocks of the other groups that are on the host now.
-        max_names: largest number of engines' block ids that are kept; beyond it the oldest are
-            forgotten.
+        groups: the engine's cache groups (layers with the same layout and rule of needed blocks);
+            () if there is only the service's own layout.
+        indexed: number of the cache group whose blocks are in the index.
+        other_blocks: returns the blocks of the other cache groups that are on the host now.
+        max_names: largest number of engines' block ids that are remembered; beyond it, the oldest
+            are forgotten.
     """
 
     def __init__(
@@ -243,9 +245,9 @@ class CacheEvents:
         """Yield a subscription to events until the body ends.
 
         Args:
-            capacity: largest number of waiting events, at least 1; beyond it, the oldest are
-                dropped.
-            wants_tokens: True if events carry the blocks' tokens.
+            capacity: largest number of events in the subscription's queue, at least 1; beyond it,
+                the oldest are dropped.
+            wants_tokens: True if the subscriber wants the blocks' tokens in the events.
 
         Yields:
             The subscription.
@@ -263,7 +265,7 @@ class CacheEvents:
 
     @contextmanager
     def heard_by(self, listener: EventListener) -> Iterator[None]:
-        """Call `listener.put` with each event when it is published, until the body ends."""
+        """Call `listener.put` with each published event until the body ends."""
         self._subscriptions.append(listener)
         try:
             yield
@@ -283,15 +285,17 @@ class CacheEvents:
         *,
         session_id: str = "",
     ) -> None:
-        """Publish a change of blocks [start, stop) of a path, one event for each node of the path.
+        """Publish a change of blocks [start, stop) of a path (a prefix in the index).
+
+        Each node of the path that has any of these blocks gets an event of its own.
 
         Args:
             kind: the kind of change.
             tier: "device", "host" or "storage".
-            node: the tree node at the end of the path.
+            node: the node of the index at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
-            session_id: the session of the turn that computed the blocks; "" without one.
+            session_id: the session in whose turn the blocks were computed; "" without one.
         """
         if not self._subscriptions:
             return
@@ -299,15 +303,16 @@ class CacheEvents:
             self.publish_run(kind, tier, run, session_id)
 
     def runs(self, node: TreeNode, start: int, stop: int) -> list[BlockRun]:
-        """Return blocks [start, stop) of a path as events describe them, one run for each node.
+        """Return blocks [start, stop) of a path (a prefix in the index), with the fields of events.
 
         Args:
-            node: the tree node at the end of the path.
+            node: the node of the index at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
 
         Returns:
-            The runs, in order; [] without a subscriber, and for blocks that no request can match.
+            The blocks in order, one `BlockRun` for each node of the path. [] without a subscriber,
+                and for blocks that no request can match.
         """
         if not self._subscriptions or start >= stop or self._is_retired(node):
             return []
@@ -345,7 +350,7 @@ class CacheEvents:
         Args:
             runs: blocks that storage has.
             since: the point at which the write or the lookup of the blocks began. If storage has
-                lost all of its blocks since, none is published.
+                lost all of its blocks after that point, nothing is published.
         """
         if not self._subscriptions or since.num_clears != self._num_clears:
             return
@@ -393,10 +398,12 @@ class CacheEvents:
         return missing
 
     def publish_not_stored(self, node: TreeNode, start: int, stop: int) -> None:
-        """Publish that blocks [start, stop) of a path may no longer be in storage.
+        """Publish that storage may no longer have blocks [start, stop) of a path.
+
+        A path is a prefix in the index.
 
         Args:
-            node: the tree node at the end of the path.
+            node: the node of the index at the end of the path.
             start: index of the first block.
             stop: index after the last block.
         """
@@ -410,11 +417,11 @@ class CacheEvents:
         self._lose(list(self._stored))
 
     def is_stored(self, digest: bytes) -> bool:
-        """Return whether the last event about this block in storage said that it is there."""
+        """Return whether the block was published as being in storage, and not as lost since."""
         return digest in self._stored
 
     def stored(self) -> list[BlockRun]:
-        """Return the blocks that were published as being in storage, the oldest first."""
+        """Return the blocks published as being in storage and not as lost, the oldest first."""
         return _joined(self._stored.values())
 
     def _lose(self, digests: Sequence[bytes]) -> None:
@@ -428,7 +435,7 @@ class CacheEvents:
             self.publish_run(CacheEventKind.EVICTED, "storage", run)
 
     def note_name(self, digest: bytes, name: ExternalId) -> None:
-        """Keep an engine's own id of a block for later events.
+        """Remember an engine's own id of a block; later events about the block contain it.
 
         Args:
             digest: key of the block.
@@ -442,13 +449,13 @@ class CacheEvents:
     def event(
         self, kind: CacheEventKind, tier: str, run: BlockRun, session_id: str = ""
     ) -> CacheEvent:
-        """Return an event about `run` without publishing it.
+        """Return an event about blocks without publishing it.
 
         Args:
             kind: the kind of change.
             tier: "device", "host" or "storage".
             run: the blocks.
-            session_id: the session of the turn that computed the blocks; "" without one.
+            session_id: the session in whose turn the blocks were computed; "" without one.
 
         Returns:
             The event, with the number of the last published event.
@@ -480,13 +487,13 @@ class CacheEvents:
     def publish_run(
         self, kind: CacheEventKind, tier: str, run: BlockRun, session_id: str = ""
     ) -> None:
-        """Publish one event about `run`; its blocks need not be in the index any more.
+        """Publish one event about blocks, which need not be in the index any more.
 
         Args:
             kind: the kind of change.
             tier: "device", "host" or "storage".
             run: the blocks.
-            session_id: the session of the turn that computed the blocks; "" without one.
+            session_id: the session in whose turn the blocks were computed; "" without one.
         """
         self._number += 1
         event = self.event(kind, tier, run, session_id)
@@ -495,7 +502,7 @@ class CacheEvents:
 
 
 def _joined(blocks: Iterable[_Stored]) -> list[BlockRun]:
-    """Return `blocks` as runs, with neighbouring blocks of the same run together."""
+    """Return the blocks as runs; neighbours in a published run stay together."""
     runs: list[BlockRun] = []
     run: BlockRun | None = None
     first = stop = 0

@@ -1,4 +1,4 @@
-"""Room on a tier: quotas, eviction, and the copies that must be made before an eviction."""
+"""Room on device and host: quotas, evictions, and the copies that must be made before them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AT_ONCE = 1024  # blocks evicted in one turn of the loop: 7 ms
 
 
 class CopyDown(Enum):
-    """The result of starting a copy to a lower tier, which an eviction needs first."""
+    """The result of an attempt to copy blocks to a lower tier before their eviction."""
 
     STARTED = "started"
     LATER = "later"  # slots of the lower tier will become free soon
@@ -35,7 +35,8 @@ class TierStats:
     """Counts since the start of the node.
 
     Attributes:
-        lifetimes: for each block evicted from its last tier, the time since it was first cached.
+        lifetimes: histogram of the time from a block's first caching to its eviction from the last
+            tier.
     """
 
     evicted_device_blocks: int = 0
@@ -48,9 +49,9 @@ class TierStats:
 
 
 class Eviction:
-    """Frees slots by evicting blocks, or by starting the copies that must be made first.
+    """Frees slots by evicting blocks, or starts the copies to a lower tier that must be made first.
 
-    Every call is synchronous.
+    No call waits for a copy.
 
     Args:
         index: the index of all blocks.
@@ -60,9 +61,9 @@ class Eviction:
         events: publishes evictions.
 
     Attributes:
-        on_the_way: by tier, the number of slots that running copies to lower tiers will free.
-        copy_down: starts the copy that must end before a step's blocks may leave a tier; set by the
-            owner of the copies.
+        on_the_way: by tier, the number of slots that running copies to the tier below will free.
+        copy_down: starts the copy that must end before the blocks of a planned step may leave a
+            tier; set by the owner of the copies.
         history: the latest evictions and failures, for explanations of misses.
     """
 
@@ -87,7 +88,7 @@ class Eviction:
         self._events = events
 
     def is_making_room(self, tier: Tier) -> bool:
-        """Return whether running copies will free slots of `tier`."""
+        """Return whether running copies to the tier below will free slots of `tier`."""
         return self.on_the_way[tier] > 0
 
     def acquire(
@@ -98,17 +99,19 @@ class Eviction:
         Args:
             tier: the tier of the slots: device or host.
             count: number of slots to acquire.
-            space: the tenant's part of the index, if it has a quota: the slots count towards the
-                quota, and beyond it the tenant's own blocks are evicted. None for no quota.
-            reserved: number of slots that the tenant has acquired and that are not in the index
-                yet; they count towards its quota too.
+            space: the space (part of the index for one fingerprint) that will use the slots. They
+                count towards its quota; beyond the quota, blocks of this space are evicted. None
+                for no quota.
+            reserved: number of slots that were acquired for the space and are not in the index yet;
+                they count towards its quota too.
 
         Returns:
             The slots, int32 [count].
 
         Raises:
-            OutOfBlocksError: there are not enough; none is acquired. If copies to a lower tier were
-                started that will free slots, listeners of `Work.on_capacity` are called after them.
+            OutOfBlocksError: there are not enough slots; none is acquired. Copies to a lower tier
+                that will free slots may have been started; at their end, the listeners of
+                `Work.on_capacity` are called.
             OverQuotaError: the quota of `space` does not allow them.
         """
         if tier is HOST:  # callers that acquire device slots have just set the time
@@ -165,14 +168,15 @@ class Eviction:
         return self._allocate_by_plan(tier, count)
 
     def acquire_some(self, tier: Tier, count: int, space: Space, *, reserved: int = 0) -> Ids:
-        """Acquire as many slots as the tenant may have now, at most `count`.
+        """Acquire as many slots as tier and quota allow now, at most `count`.
 
         Args:
             tier: the tier of the slots.
             count: upper limit of the number of slots, at least 1.
-            space: the tenant's part of the index, whose quota limits the number.
-            reserved: number of slots that the tenant has acquired and that are not in the index
-                yet; they count towards its quota too.
+            space: the space (part of the index for one fingerprint) that will use the slots, and
+                whose quota limits their number.
+            reserved: number of slots that were acquired for the space and are not in the index yet;
+                they count towards its quota too.
 
         Returns:
             The slots, int32 [n], 1 <= n <= count.
@@ -191,11 +195,7 @@ class Eviction:
                 return pool.allocate(count)
 
     def _missing(self, tier: Tier, count: int) -> int:
-        """Return how many copies must be evicted before `count` slots are free; 0 or less for none.
-
-        Raises OutOfBlocksError if too many blocks are in use. Slots that running copies will free
-        count as free.
-        """
+        """Return how many copies must be evicted to get `count` free slots; 0 or less for none."""
         pool = self._pools[tier]
         coming = pool.num_free + self.on_the_way[tier]
         missing, can_go = count - coming, self._num_that_can_go(tier)
@@ -204,18 +204,14 @@ class Eviction:
         return missing
 
     def _num_that_can_go(self, tier: Tier) -> int:
-        """Return the number of copies that can be evicted and free their slots at once."""
+        """Return the number of copies whose eviction frees their slots at once."""
         unheld = self.index.spaces.order[tier].num_unheld
         if tier is HOST:
             unheld -= self._slots.num_being_stored
         return max(0, unheld)
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
-        """Evict blocks of one tenant until its quota allows `count` slots more, or raise.
-
-        Raises OverQuotaError if too many blocks of the tenant are in use, and OutOfBlocksError,
-        having evicted nothing, if the tier lacks slots.
-        """
+        """Evict blocks of `space` until its quota allows `count` more slots; raise if it cannot."""
         quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
         if quota is None or order is None:
             return
@@ -231,13 +227,13 @@ class Eviction:
                 )
 
     def shrink_to_quota(self, tier: Tier, space: Space) -> bool:
-        """Evict blocks of `space` beyond its quota that no request uses.
+        """Evict unused blocks of `space` that exceed its quota.
 
-        One call evicts at most _AT_ONCE blocks, since it blocks the event loop.
+        One call evicts at most _AT_ONCE blocks, because it blocks the event loop.
 
         Args:
             tier: the tier to evict from.
-            space: the tenant's part of the index.
+            space: the space (part of the index for one fingerprint) with the quota.
 
         Returns:
             True if some blocks were evicted and more can be.
@@ -257,9 +253,10 @@ class Eviction:
 
         Args:
             tier: the tier of the slots.
-            space: the tenant's part of the index, whose quota limits the number; None for no quota.
-            reserved: number of slots that the tenant has acquired and that are not in the index
-                yet; they count towards its quota too.
+            space: the space (part of the index for one fingerprint) whose quota limits the number;
+                None for no quota.
+            reserved: number of slots that were acquired for the space and are not in the index yet;
+                they count towards its quota too.
         """
         room = self._pools[tier].num_free + self._num_that_can_go(tier)
         if space is None or (quota := space.quota[tier]) is None:
@@ -269,10 +266,10 @@ class Eviction:
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
-        """Evict the blocks of `steps`, or first start their copies to a lower tier.
+        """Evict the blocks of `steps`, or start the copies that come first; return the freed slots.
 
-        Return the number of slots that are free now, or will be when a store has read the evicted
-        blocks. Slots of blocks whose copy was only started do not count.
+        The result is a number. It includes slots that become free once a store has read the evicted
+        blocks, but not the slots of blocks whose copy was only started.
         """
         pool = self._pools[tier]
         before = pool.num_free + self._slots.num_still_read
@@ -299,10 +296,7 @@ class Eviction:
         self._pools[tier].release(self._drop(tier, node, start, stop))
 
     def _drop(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
-        """Evict blocks [start, stop) of `node` from `tier`; return the slots that are free now.
-
-        Slots that a store still reads become free later (see `Slots.free_of`).
-        """
+        """Evict blocks [start, stop) of `node` from `tier`; return the slots that are free now."""
         now, count = monotonic(), stop - start
         other = node.device if tier is HOST else node.host
         kept = other.present_in(start, stop) if other is not None and other.num_present else 0
@@ -312,7 +306,7 @@ class Eviction:
         return self._release_copies(tier, node, start, stop, now)
 
     def _count(self, tier: Tier, evicted: int, gone: int) -> None:
-        """Count `evicted` copies; `gone` of them were the last ones of their blocks."""
+        """Count `evicted` copies; `gone` of them were the last copies of their blocks."""
         stats = self.stats
         stats.forgotten_blocks += gone
         if tier is HOST:
@@ -328,10 +322,12 @@ class Eviction:
         return self._slots.free_of(tier, self.index.drop(tier, node, start, stop))
 
     def forget(self, node: TreeNode, start: int) -> None:
-        """Remove a node's blocks from `start` on, and all blocks below it, from device and host.
+        """Remove a node's blocks from `start` on, and all blocks after them, from device and host.
+
+        The blocks of all nodes below this one are removed too.
 
         Args:
-            node: a node; neither it nor a node below it may have a lease.
+            node: a node of the index. No lease may protect its blocks or those of a node below it.
             start: index of the first block within the node.
         """
         if not (start or node.children or node.host) and node.device.uniform is CopyState.READY:
@@ -359,7 +355,7 @@ class Eviction:
         """Publish that a node's blocks from `start` on, and all below, leave device and host.
 
         Args:
-            node: the node.
+            node: a node of the index; "below" are the nodes of the prompts that continue it.
             start: index of the first block within the node.
         """
         pending = [(node, start)]
@@ -376,13 +372,13 @@ class Eviction:
                     )
 
     def evict_below(self, tier: Tier, node: TreeNode, start: int) -> None:
-        """Evict a node's blocks from `start` on, and all blocks below it, from one tier.
+        """Evict a node's blocks from `start` on, and all blocks of nodes below it, from one tier.
 
         The other tier must have ready copies of all of these blocks.
 
         Args:
             tier: the tier to evict from: device or host.
-            node: a node; neither it nor a node below it may have a lease.
+            node: a node of the index. No lease may protect its blocks or those of a node below it.
             start: index of the first block within the node.
         """
         pending, order = [(node, start)], []

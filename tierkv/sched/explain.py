@@ -146,7 +146,7 @@ _PLACES = {CopyState.READY: "device", CopyState.INCOMING: "loading", CopyState.A
 
 
 def _elsewhere(index: Index, prompt: Prompt, block: int) -> str | None:
-    """Return the name of another space that has block `block`, or all of the prompt."""
+    """Return the name of another space that has block `block` of the prompt, or all of it."""
     for space in index.spaces.all():
         other = Prompt(prompt.tokens, prompt.block_size, prompt.extras, space.name)
         if space.name != prompt.space:

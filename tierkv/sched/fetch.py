@@ -1,4 +1,4 @@
-"""Fetches of the blocks of a prompt from storage to the host, before its request is admitted."""
+"""Fetches blocks of prompts from storage to the host, before the prompts' requests are admitted."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ NOT_IN_STORAGE = GetOutcome(GetStatus.MISS, "not in storage")
 
 
 class Source(Protocol):
-    """A place from which blocks can be fetched, such as `StorageIO` or another node's memory."""
+    """A place to fetch blocks from: `StorageIO`, or a reader of another node's memory."""
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """Return the number of leading `keys` that the source has."""
+        """Return how many of `keys` the source has before the first one that it lacks."""
 
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
         """Read blocks into host slots.
 
         Args:
             keys: the stored keys of the blocks.
-            slot_ids: host slots to write, int32 [len(keys)]; in use until the call has returned.
+            slot_ids: host slots to write, int32 [len(keys)]. The caller must not use or free them
+                before the call has returned.
 
         Returns:
             One outcome for each key; the slot has the block if the outcome is HIT.
@@ -57,11 +58,12 @@ class Landed:
     """The progress of a fetch.
 
     Attributes:
-        lease: protects the full blocks of the prompt that are cached by now from eviction.
-        tail: the prompt's partial last block, if it is cached by now.
+        lease: protects the prompt's full blocks that are cached by now from eviction.
+        tail: lease of a cached partial block after these, if there is one by now.
         num_tokens: number of tokens that this fetch has brought.
         direct: ranges of the prompt's tokens that came from another node's memory.
-        problem: the reason why the fetch stopped early; None while it runs, or if all blocks came.
+        problem: the outcome by which the fetch stopped early, with its reason; None while it runs,
+            or if all blocks came.
     """
 
     lease: Lease
@@ -73,13 +75,13 @@ class Landed:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A group of up to GROUP_BLOCKS consecutive blocks that are fetched together.
+    """Up to GROUP_BLOCKS consecutive blocks that are fetched together.
 
     Attributes:
         keys: stored keys of the blocks.
         slots: host slots that are written, int32 [len(keys)].
-        space: space (part of the index) of the prompt.
-        kept: mask of the slots that the index has accepted, bool [len(keys)].
+        space: the space (part of the index for one fingerprint) of the prompt.
+        kept: True for each slot that belongs to the index now, bool [len(keys)].
         has_ended: True once all other slots are free again.
     """
 
@@ -94,7 +96,7 @@ class _Group:
 
 
 class FetchGroups:
-    """Fetches consecutive blocks from a source into host slots, in groups.
+    """Fetches consecutive blocks of a prompt into host slots, up to 32 at a time (a group).
 
     Args:
         tiers: the tiers to fetch into.
@@ -108,12 +110,12 @@ class FetchGroups:
         self._reserved: Counter[str] = Counter()  # slots that are not in the index yet, by space
 
     async def acquire(self, count: int, space: Space) -> Ids | None:
-        """Acquire host slots; wait while there are none but running copies will free some.
+        """Acquire host slots; if there are none, wait as long as running copies will free some.
 
         Args:
             count: upper limit of the number of slots, at least 1.
-            space: the tenant's part of the index. The slots count towards its quota until `settled`
-                is called for them.
+            space: the space (part of the index for one fingerprint) of the blocks. The slots count
+                towards its quota until `settled` is called.
 
         Returns:
             The slots, int32 [n], 1 <= n <= count; None if there are none and no copy will free any.
@@ -131,11 +133,11 @@ class FetchGroups:
             await tiers.work.next_change()
 
     def settled(self, slots: Ids, space: Space) -> None:
-        """Record that `slots` are in the index or free, and no longer count as being fetched.
+        """Record that slots are in the index or free, and no longer count as being fetched.
 
         Args:
             slots: the slots, from `acquire`.
-            space: the tenant's part of the index, as in `acquire`.
+            space: the space that was passed to `acquire`.
         """
         self._reserved[space.name] -= len(slots)
         if not self._reserved[space.name]:
@@ -150,16 +152,16 @@ class FetchGroups:
         *,
         num_first: int = GROUP_BLOCKS,
     ) -> None:
-        """Fetch `keys`, the next blocks of the prompt after those of `landed`, in order.
+        """Fetch the next blocks of a prompt and insert them into the index, in order.
 
-        Two groups are fetched at a time, so that the store has work while one is inserted into the
-        index. If a block does not arrive, the call ends and `landed.problem` has the reason.
+        Two groups are fetched at a time, so that the store has work while one group is inserted. If
+        a block does not arrive, the call ends and `landed.problem` has the reason.
 
         Args:
             prompt: the prompt of the blocks.
-            landed: the progress, updated with each group.
-            keys: the stored keys to fetch.
-            on_arrival: called after each group that is complete in the index.
+            landed: the blocks of the prompt that are cached already; updated with each group.
+            keys: the stored keys of the blocks to fetch, which follow those of `landed`.
+            on_arrival: called each time that a whole group is in the index.
             num_first: number of blocks in the first group.
         """
         space = self._index.spaces.root_of(prompt).space
@@ -194,9 +196,9 @@ class FetchGroups:
         before: asyncio.Task[bool] | None,
         on_arrival: Callable[[], None],
     ) -> bool:
-        """Fetch one group of blocks and insert it into the index after the group `before`.
+        """Fetch a group and insert it after the group `before`.
 
-        Returns True if all of the group's blocks arrived.
+        Return True if all blocks arrived.
         """
         tiers, index = self._tiers, self._index
         keys, slots, kept, began = group.keys, group.slots, group.kept, tiers.events.now()
@@ -250,7 +252,7 @@ class FetchGroups:
 def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: int) -> list[range]:
     """Return the ranges of tokens that came from another node's memory.
 
-    `keys` belong to consecutive blocks, of which the first begins with token number `start`.
+    `keys` belong to consecutive blocks; the first of these begins with token number `start`.
     """
     stops = list(accumulate((key.num_tokens for key in keys), initial=start))
     return [
@@ -259,9 +261,9 @@ def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: in
 
 
 async def _arrived(group: asyncio.Task[bool] | None) -> bool:
-    """Wait for the end of a group's task; return whether its blocks are in the index.
+    """Wait for the task that fetches a group; return whether the group is in the index.
 
-    None stands for the group before the first one, and counts as arrived.
+    None stands for the group before the first one: it counts as arrived.
     """
     if group is None:
         return True
@@ -271,9 +273,9 @@ async def _arrived(group: asyncio.Task[bool] | None) -> bool:
 
 
 class SharedTails:
-    """Finds and fetches tails (partial last blocks) of other prompts.
+    """Finds and fetches tails (partial last blocks) that other prompts have stored.
 
-    A tail is useful if it begins with the same tokens as the prompt's next block.
+    A tail is useful if it begins with the same tokens as the next block of the prompt.
     """
 
     def __init__(self, tiers: Tiers, storage: StorageIO) -> None:
@@ -281,44 +283,44 @@ class SharedTails:
         self._storage = storage
 
     async def find(
-        self, prompt: Prompt, at: Lease, *, missing: Collection[bytes]
+        self, prompt: Prompt, cached: Lease, *, missing: Collection[bytes]
     ) -> SharedTail | None:
         """Return the stored tail that shares the most tokens with the prompt's next block.
 
-        The search costs one small read from storage.
+        The search reads one small value from storage.
 
         Args:
             prompt: the prompt to extend.
-            at: a lease of the prompt's cached blocks; the next block is the one after them.
+            cached: a lease of the prompt's cached blocks; the next block is the one after them.
             missing: digests of tails that storage is known not to have, even if it lists them.
 
         Returns:
             The tail; None if no tail shares more tokens of that block than are cached here.
         """
-        wanted = prompt.block(at.num_blocks)
-        here = self._cached_tokens(prompt, at.num_blocks)
+        wanted = prompt.block(cached.num_blocks)
+        here = self._cached_tokens(prompt, cached.num_blocks)
         if len(wanted) <= here * TOKEN_BYTES:
             return None
         index = self._tiers.index
-        digests = index.digests(at.node, at.num_blocks, start=max(at.num_blocks - 1, 0))
+        digests = index.digests(cached.node, cached.num_blocks, start=max(cached.num_blocks - 1, 0))
         parent = digests[-1] if digests else index.spaces.root_of(prompt).space.root_digest
         found = await self._storage.tails.best(
-            parent, wanted, prompt.extra(at.num_blocks), prompt.space, missing=missing
+            parent, wanted, prompt.extra(cached.num_blocks), prompt.space, missing=missing
         )
-        return self.of_use(prompt, at, found)
+        return self.of_use(prompt, cached, found)
 
-    def of_use(self, prompt: Prompt, at: Lease, found: SharedTail | None) -> SharedTail | None:
+    def of_use(self, prompt: Prompt, cached: Lease, found: SharedTail | None) -> SharedTail | None:
         """Return `found` if it shares more tokens of the prompt's next block than are cached here.
 
         Args:
             prompt: the prompt to extend.
-            at: a lease of the prompt's cached blocks; the next block is the one after them.
+            cached: a lease of the prompt's cached blocks; the next block is the one after them.
             found: a stored tail; None for none.
 
         Returns:
             `found`; None if it brings no further tokens.
         """
-        here = self._cached_tokens(prompt, at.num_blocks)
+        here = self._cached_tokens(prompt, cached.num_blocks)
         return found if found is not None and found.num_shared > here else None
 
     def _cached_tokens(self, prompt: Prompt, block: int) -> int:
@@ -328,18 +330,19 @@ class SharedTails:
             return prompt.block_size
         return match.partial.num_tokens if match.partial and match.num_blocks == block else 0
 
-    async def fetch(self, prompt: Prompt, at: Lease, found: SharedTail, slots: Ids) -> Lease | None:
+    async def fetch(
+        self, prompt: Prompt, cached: Lease, found: SharedTail, slots: Ids
+    ) -> Lease | None:
         """Fetch a stored tail into a host slot and insert it into the index.
 
         Args:
             prompt: the prompt to extend.
-            at: a lease of the prompt's cached blocks; the tail is inserted after them.
+            cached: a lease of the prompt's cached blocks; the tail is inserted after them.
             found: the tail.
             slots: the host slot, int32 [1].
 
         Returns:
-            A lease of the tail; None if the store has no valid value for it, and then the slot is
-                free.
+            A lease of the tail. None if the store has no valid value for it; the slot is free then.
         """
         tiers, index = self._tiers, self._tiers.index
         is_kept, began = False, tiers.events.now()
@@ -348,8 +351,8 @@ class SharedTails:
             [outcome] = await self._storage.fetch([found.key], slots)
             if outcome.status is not GetStatus.HIT:
                 return None
-            whole = _ending_in(prompt, at.num_blocks, found.tail)
-            tail, is_kept = index.insert_tail(Tier.HOST, at, whole, int(slots[0]))
+            whole = _ending_in(prompt, cached.num_blocks, found.tail)
+            tail, is_kept = index.insert_tail(Tier.HOST, cached, whole, int(slots[0]))
             if is_kept:
                 tiers.events.publish(CacheEventKind.STORED, "host", tail, tail.start, tail.end)
             lease = index.hold(tail, tail.end)
@@ -376,19 +379,20 @@ _FATES = {GetStatus.DAMAGED: MissCause.DAMAGED, GetStatus.FAILED: MissCause.FAIL
 
 @dataclass(slots=True)
 class Fetched:
-    """The result of a fetch. Its blocks are protected from eviction on the host until `release`.
+    """The blocks that a fetch brought for a request, protected from eviction until `release`.
 
     The owner calls `release` once the request is admitted. After an earlier release the blocks may
-    be evicted, and the request may match fewer tokens.
+    be evicted, and the request may find fewer of its tokens cached.
 
     Attributes:
-        tokens: tokens of the prompt that came from storage for this call.
-        first_problem: the reason why the fetch ended before the end of the prompt; None if it did
-            not.
+        tokens: tokens of the prompt that came from storage in this call.
+        first_problem: the outcome by which the fetch ended before the end of the prompt, with its
+            reason; None if it did not.
         earlier: tokens that came for the same request in earlier calls, if the owner sets them.
-        direct: the part of `tokens` and `earlier` that came from another node's memory.
+        direct: the parts of `tokens` and `earlier` that came from another node's memory.
         began_at: start of the fetch, in seconds of the monotonic clock.
-        matched_at: time at which storage had said which of the blocks it has, on the same clock.
+        matched_at: time at which storage had answered which of the blocks it has, on the same
+            clock.
         ended_at: end of the fetch, on the same clock.
     """
 
@@ -412,7 +416,7 @@ class Fetched:
         return self.first_problem is NO_ROOM
 
     def release(self) -> None:
-        """Allow eviction of the blocks. Further calls do nothing."""
+        """Allow the eviction of the blocks. Further calls do nothing."""
         if not self.is_released:
             self.is_released = True
             self._release()
@@ -421,14 +425,13 @@ class Fetched:
 class Fetcher:
     """Fetches blocks from storage for the requests of one node.
 
-    A block is fetched by one call at a time. Other calls that need the block wait for that call's
-    end.
+    If several calls need the same block, one of them fetches it and the others wait for its end.
 
     Args:
         tiers: the tiers to fetch into.
         storage: the storage tier.
-        estimator: learns the speed of storage from each fetch.
-        source: where to fetch blocks from; None for `storage`.
+        estimator: the rule for fetching or computing; each fetch updates its speed of storage.
+        source: the object to fetch blocks from; None for `storage`.
     """
 
     def __init__(
@@ -449,7 +452,7 @@ class Fetcher:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of blocks in running lookups and fetches."""
+        """Number of blocks that running calls look up or fetch."""
         return sum(len(run.keys) for run in self._shared.in_flight)
 
     def findings(self) -> list[str]:
@@ -478,20 +481,21 @@ class Fetcher:
         is_part: bool = False,
         known: Beyond | None = None,
     ) -> Fetched:
-        """Fetch the blocks of `prompt` that are not cached here, in order without a gap.
+        """Fetch the blocks of a prompt that are not cached here, in order without a gap.
 
         The call returns when all blocks have arrived, when `budget` is used up, or when computing
         is estimated to be faster. A problem with storage is reported in `first_problem`, never
-        raised. The fetch itself continues until the budget's deadline, so that the speed of storage
-        is measured and later requests find the blocks. Cancelling the call leaves nothing acquired.
+        raised. After an early return the fetch continues until the budget's deadline, so that the
+        speed of storage is measured and later requests find the blocks. Cancelling the call leaves
+        nothing acquired.
 
         Args:
             prompt: the prompt of the wanted blocks.
             budget: the seconds that the request may still wait.
             on_arrival: called after each arrival of blocks, with the number of the prompt's first
                 blocks that are on the host by then.
-            promised: all keys of the prompt, if a prefill node has stated that it stored them;
-                storage is then not asked whether it has them.
+            promised: the keys of all blocks of the prompt, if a prefill node has stated that it
+                stored them; storage is then not asked whether it has them. () otherwise.
             is_part: True if the caller fetches in several calls and reports the total time to the
                 estimator itself.
             known: a recent answer of storage, used instead of a new lookup.
@@ -519,11 +523,7 @@ class Fetcher:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Keys of consecutive blocks that one fetch brings, from block `start` of the prompt on.
-
-    Attributes:
-        ended: resolved when the fetch has finished with the blocks.
-    """
+    """Keys of consecutive blocks, from block `start` of the prompt on, that one fetch brings."""
 
     start: int
     keys: Sequence[StoredKey]
@@ -531,7 +531,7 @@ class _Run:
 
 
 class _Shared:
-    """The state that all fetches of a node share: sources, estimates, and keys being fetched."""
+    """The sources, estimates and keys being fetched that all fetches of a node share."""
 
     def __init__(
         self, tiers: Tiers, storage: StorageIO, source: Source, estimator: Estimator
@@ -549,11 +549,10 @@ class _Shared:
     def busy(self, keys: Sequence[StoredKey], start: int) -> asyncio.Future[None] | None:
         """Return a future for the end of a running fetch that shares blocks with `keys`.
 
-        None for none.
-
-        A key depends on all tokens before it. Two runs of keys therefore share blocks exactly if
-        their keys agree at the first index that both have.
+        The result is None if there is no such fetch.
         """
+        # A key depends on all tokens before it. Two runs of keys therefore share blocks exactly if
+        # their keys agree at the first index that both have.
         for run in self.in_flight:
             at = max(run.start, start)
             if (
@@ -565,7 +564,7 @@ class _Shared:
         return None
 
     def reserve(self, keys: Sequence[StoredKey], start: int) -> _Run:
-        """Mark `keys` as being fetched until `finish`; other fetches of them then wait."""
+        """Record that `keys` are being fetched; other fetches of these keys wait until `finish`."""
         run = _Run(start, keys, asyncio.get_running_loop().create_future())
         self.in_flight.append(run)
         return run
@@ -584,7 +583,7 @@ class _Shared:
         began_at: float,
         matched_at: float,
     ) -> Fetched:
-        """Return the result of a fetch, which owns `lease` until it is released."""
+        """Return the result of a fetch; the result owns `lease` until it is released."""
         self.num_held += 1
         return Fetched(
             tokens,
@@ -608,18 +607,18 @@ class _Fetch:
 
     Attributes:
         is_part, known: the arguments of `Fetcher.fetch`.
-        landed: the progress.
+        landed: the blocks that have arrived.
         deadline_at: end of the fetch, in seconds of the loop's clock.
         first_token: number of prompt tokens that were cached before the fetch.
-        claimed: the keys marked as being fetched by this call.
-        transfer: the bytes of this fetch, for the estimate of storage's speed.
-        is_whole: True once all that storage has of this prompt has arrived; a tail of another
+        claimed: the keys that only this call fetches now.
+        transfer: the bytes of this fetch, by which the speed of storage is measured.
+        is_whole: True once all of this prompt's blocks in storage have arrived; a tail of another
             prompt may still come.
         fate: the reason why the fetch stopped, if that is not an answer of the store.
-        question: the decision by which storage was asked; None if it was not asked.
+        question: the decision to ask storage; None if storage was not asked.
         is_late: True once the request went on without this fetch.
         began_at: start, in seconds of the monotonic clock.
-        matched_at: time at which storage had said which blocks it has; 0 before that.
+        matched_at: time at which storage had answered which blocks it has; 0 before that.
     """
 
     shared: _Shared
@@ -686,7 +685,7 @@ class _Fetch:
         self._report(lease)
 
     def go_on_alone(self) -> None:
-        """Give the request the blocks that have arrived, and fetch the rest until the deadline."""
+        """Let the request go on with the arrived blocks, and fetch the rest until the deadline."""
         if self.outcome.done():
             return
         if not self.is_whole:
@@ -752,10 +751,7 @@ class _Fetch:
             await self._fetch_shared_tail(keys)
 
     async def _match(self) -> tuple[Sequence[StoredKey], int]:
-        """Look up in storage the blocks that device and host lack.
-
-        Returns the keys of the missing blocks, and the number of leading ones that storage has.
-        """
+        """Return the keys of missing blocks, and how many of them storage has without a gap."""
         shared = self.shared
         keys = await self._wait_for_other_fetches()
         if not keys:
@@ -782,9 +778,10 @@ class _Fetch:
         return keys, present
 
     async def _wait_for_other_fetches(self) -> Sequence[StoredKey]:
-        """Wait until no other call fetches any of the missing blocks, and return their keys.
+        """Wait until no other call fetches the missing blocks; return their keys.
 
-        Returns [] if computing is estimated to be faster than the wait.
+        The result is [] if no block is missing or computing is estimated to be faster than the
+        wait.
         """
         shared, landed = self.shared, self.landed
         index, keys = shared.tiers.index, self.promised
@@ -815,7 +812,7 @@ class _Fetch:
             await asyncio.shield(busy)
 
     async def _ask(self, keys: Sequence[StoredKey]) -> int:
-        """Return the number of leading `keys` that storage has; record the time of its answer."""
+        """Return the number of leading `keys` in storage; record how long the answer took."""
         now, tier = asyncio.get_running_loop().time, self.shared.estimator.tier
         began, found = now(), None
         try:
@@ -854,7 +851,7 @@ class _Fetch:
         return keys
 
     def _without_sample(self, keys: Sequence[StoredKey], sample: int) -> Sequence[StoredKey]:
-        """Shorten `keys`, so that at least `sample` tokens are computed and their time measured."""
+        """Shorten `keys` so that at least `sample` tokens are computed, as a measurement."""
         if not sample:
             return keys
         size, num_tokens = self.prompt.block_size, self.prompt.num_tokens
@@ -885,7 +882,7 @@ class _Fetch:
             self.on_arrival(self.landed.lease.num_blocks)
 
     async def _fetch_shared_tail(self, keys: Sequence[StoredKey]) -> None:
-        """Fetch a tail of another prompt that begins with this prompt's next tokens, if any."""
+        """Fetch a stored tail of another prompt that begins with the next tokens, if any."""
         shared, landed = self.shared, self.landed
         index, start = shared.tiers.index, landed.lease.num_blocks
         if self.known is not None and self.known.blocks.stop == start:
@@ -927,7 +924,6 @@ class _Fetch:
     # Results
 
     def _learn_transfer(self, *, is_late: bool) -> None:
-        """Report the speed of this transfer to the estimator."""
         transfer, self.transfer = self.transfer, None
         if transfer is not None:
             estimator, problem = self.shared.estimator, self.landed.problem
@@ -937,7 +933,7 @@ class _Fetch:
             estimator.tier.end(transfer, now, is_late=is_late)
 
     def _learn(self) -> None:
-        """Record the problem of this fetch for `explain`, and log it."""
+        """Record the reason why the fetch ended early for `explain`, and log it."""
         tiers, landed, problem = self.shared.tiers, self.landed, self.landed.problem
         tiers.decisions.recompute_late += self.fate is MissCause.LATE
         if problem is None:
@@ -960,6 +956,5 @@ def _is_gap(problem: GetOutcome) -> bool:
 
 
 def _release_fetched(outcome: asyncio.Future[Fetched]) -> None:
-    """Release the result of a fetch after its caller was cancelled."""
     if not outcome.cancelled():
         outcome.result().release()

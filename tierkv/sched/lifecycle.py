@@ -1,4 +1,7 @@
-"""Emptying and resizing of the tiers while requests run, and emptying of the device for sleep."""
+"""Emptying and resizing of the tiers while requests run, and emptying of the device for sleep.
+
+A sleeping device has no memory for blocks, until it is woken.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,11 @@ class Lifecycle:
     def reset(self) -> int:
         """Remove all blocks that are not in use from device and host.
 
-        Values in storage stay, but are no longer known to be there. The call does all of the work
-        in one turn of the event loop; `forget` does it in many short ones.
+        Stored values stay, but no block counts as stored until storage is asked again. The call
+        does all of the work in one turn of the event loop; `forget` does it in many short ones.
 
         Returns:
-            The number of copies that are left, in use by requests.
+            The number of copies of blocks that stay, because they are in use.
         """
         for _ in self._forgetting():
             pass
@@ -61,7 +64,7 @@ class Lifecycle:
         Blocks that come into use during the call may stay.
 
         Returns:
-            The number of copies that are left, in use by requests.
+            The number of copies of blocks that stay.
         """
         for _ in self._forgetting():
             await asyncio.sleep(0)
@@ -77,10 +80,10 @@ class Lifecycle:
     async def resize(self, tier: Tier, capacity: int) -> None:
         """Change the number of slots of a tier, within the allocated memory.
 
-        A smaller tier loses its last slots as they become free. Blocks in them are evicted: device
-        blocks after a copy to the host if that has room, host blocks after a write to storage if
-        the write rule asks for it and the store accepts them. The call waits for blocks in use.
-        Cancelling it leaves the number of slots unchanged.
+        A smaller tier loses its last slots as they become free; the call waits for blocks in use.
+        Unused blocks in these slots are evicted. Device blocks are first copied to the host, if the
+        host has room. Host blocks are first written to storage, if the write rule asks for it and
+        the store accepts them. Cancelling the call leaves the number of slots unchanged.
 
         Args:
             tier: the tier to resize: device or host.
@@ -115,10 +118,10 @@ class Lifecycle:
 
     @contextmanager
     def alone(self, tier: Tier) -> Iterator[None]:
-        """Exclude other resizes, sleeps and refills of the tier during the body.
+        """Refuse other calls that resize, empty or refill the tier during the body.
 
         Raises:
-            OwnershipError: one of them has not ended.
+            OwnershipError: such a call is running already.
         """
         if tier in self._changing:
             raise OwnershipError(
@@ -135,8 +138,7 @@ class Lifecycle:
     def _retiring(self, tier: Tier, first: int) -> Iterator[Leaving]:
         """Mark the slots from `first` on as leaving the tier during the body, then free them.
 
-        If the body did not raise, no waiting request is woken before the caller has removed the
-        slots.
+        After a body without an error, the caller must wake waiting requests.
         """
         leaving = self._tiers.slots.leaving[tier] = Leaving(first)
         try:
@@ -189,8 +191,7 @@ class Lifecycle:
     ) -> None:
         """Evict unused copies in slots from `first` on, and the blocks that depend on them.
 
-        With `keeps_blocks`, device blocks are first copied to the host, if the host has room.
-        `tried` has the ids of nodes for which a copy was started already.
+        `tried` has the uids of nodes for which a copy was started already.
         """
         for node in nodes:
             in_the_way = np.flatnonzero(node.copies[tier].slots >= first)
@@ -207,10 +208,9 @@ class Lifecycle:
                 self._tiers.eviction.evict_below(tier, node, start)
 
     def _forget_lacking(self, tier: Tier, node: TreeNode, start: int) -> None:
-        """Forget a node's blocks from `start` on, and blocks below it, that only this tier has.
+        """Forget blocks from `start` on, and below the node, for which the other tier has no copy.
 
-        Blocks below a forgotten one are forgotten too, since no match reaches them. Blocks that the
-        other tier has are not changed.
+        Blocks below a forgotten one are forgotten too, because no match reaches them.
         """
         pending = [(node, start)]
         while pending:
@@ -223,9 +223,9 @@ class Lifecycle:
                 pending.extend((child, 0) for child in part.children.values())
 
     def _copy_first(self, node: TreeNode, tried: set[int]) -> bool:
-        """Start to copy a node and all nodes below it to the host; return whether any was started.
+        """Start to copy a node and all nodes below it to the host.
 
-        Each node is copied at most once, so that a failed copy is not waited for twice.
+        Return whether any was started.
         """
         tiers = self._tiers
         parts, pending = [], [node]
@@ -270,7 +270,7 @@ class Lifecycle:
         self._tiers.slots.lend(Tier.DEVICE, self._asleep)
 
     def refill_device(self, num_blocks: int) -> None:
-        """Give a sleeping device `num_blocks` free slots, for which memory was allocated.
+        """Wake the sleeping device with `num_blocks` free slots, for which memory is allocated.
 
         Raises:
             OwnershipError: the device does not sleep.
@@ -291,9 +291,9 @@ class Lifecycle:
 
 
 def forgetting(tiers: Tiers, roots: Sequence[TreeNode]) -> Iterator[None]:
-    """Remove all blocks below `roots` that are not in use from device and host, step by step.
+    """Remove all unused blocks below `roots` from device and host, step by step.
 
-    Blocks in use stay, but are no longer known to be stored.
+    Blocks in use stay, but no longer count as stored.
 
     Args:
         tiers: the tiers to remove the blocks from.
@@ -301,7 +301,7 @@ def forgetting(tiers: Tiers, roots: Sequence[TreeNode]) -> Iterator[None]:
 
     Yields:
         None, after each _SLICE nodes, so that the caller can let other tasks run. Nodes that leave
-            the index or are split in the meantime are skipped.
+            the index or are split during such a pause are skipped.
     """
     pending = [(node, False) for root in roots for node in root.children.values()]
     num_left = _SLICE

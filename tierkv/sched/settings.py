@@ -1,4 +1,4 @@
-"""Sizes and rules of the tiers, as settings."""
+"""Settings of the tiers: their sizes, and the rules for copies, fetches, eviction and tenants."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         host_max_blocks: capacity to which the host tier may grow at run time, in blocks; 0 for
             host_blocks. Its memory is reserved at the start; without a GPU, unused memory costs
             nothing.
-        host_write: rule for copying a block to the host: none, write_through (once computed),
-            write_through_selective (after some hits) or write_back (when evicted).
+        host_write: rule for copying a block to the host: none (never), write_through (once the
+            block is computed), write_through_selective (after some hits) or write_back (when the
+            block is evicted from the device).
         storage_write: rule for copying a block from the host to storage, with the same choices as
             host_write.
         host_after_hits: number of hits before a block is copied to the host, with
             write_through_selective.
         storage_after_hits: number of hits before a block is copied to storage, with
             write_through_selective.
-        background_copy_bytes: upper limit of bytes in flight of such copies, in each direction.
-        fetch_deadline_s: seconds that a request waits for storage before it computes: since the
-            last arrival of blocks with wait_complete, in total with the other policies.
+        background_copy_bytes: upper limit of bytes in flight of the copies that these two rules
+            make, to the host and to storage each.
+        fetch_deadline_s: largest number of seconds that a request waits for storage before it
+            computes: since the last arrival of blocks with wait_complete, in total with the other
+            policies.
         fetch_policy: rule for the wait for storage: best_effort waits only while a fetch is
             estimated to be faster than computing, wait_complete while blocks arrive, deadline until
             fetch_deadline_s.

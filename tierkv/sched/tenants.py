@@ -117,11 +117,7 @@ class Tenants:
         return fingerprint.short
 
     def _make_room(self, wanted: tuple[str, str]) -> None:
-        """Close a space if opening `wanted`, a tenant and an adapter, would exceed a limit.
-
-        A tenant with MAX_ADAPTERS adapters closes one of its own. Raises OutOfBlocksError if all
-        spaces that could be closed are in use.
-        """
+        """Close an unused space if opening `wanted` (tenant, adapter) would exceed a limit."""
         tenant, adapter = wanted
         candidates = [one for one in self._by_tenant if adapter and one[1] and one[0] == tenant]
         if len(candidates) < MAX_ADAPTERS:
