@@ -211,10 +211,7 @@ def _shared_memory_folder() -> MemoryLimit:
 
 
 def _cgroup_limit() -> MemoryLimit:
-    """Return the tightest memory limit of this process's cgroups and of their parents.
-
-    Pages of the file cache do not count as used: the kernel drops them first.
-    """
+    """Return the limit with the fewest bytes left, of this process's cgroup and its parents."""
     # Pages of the file cache do not count as used: the kernel frees them first.
     rooms = chain.from_iterable(
         version.rooms(folder) for version in _CGROUP_VERSIONS for folder in version.folders()

@@ -1,14 +1,15 @@
 // Copies blocks between a device's planes and rows of staging memory, or from block to block.
 //
 // A plane is divided into tiles of at most 4 KiB; the table of all tiles is made once for each set of
-// planes. One warp copies one tile of one block at a time, and loads the whole tile before it stores
-// anything. Each warp then continues with another (tile, block), so a grid of any size is correct.
+// planes. One warp copies one tile of one block at a time, with up to DEPTH loads of each thread in
+// flight before it stores. Warps then go on to further (tile, block) pairs, so a grid of any size is
+// correct.
 // All sizes and offsets are in bytes. A row of staging memory has the bytes [first_byte, ...) of the
 // layout's block; rows are row_bytes apart. Vectors are as wide as the alignment of both ends allows;
 // the remaining bytes are copied one by one.
 //
-// Loads and stores do not stay in the L2 cache (__ldcs, __stcs). If they did, the copy engine would
-// take 5.1 instead of 4.8 us for each 256 KiB that it copies from staging to the host afterwards (H200).
+// The copied bytes do not stay in the L2 cache (__ldcs, __stcs). If they did, the copy engine would
+// take 5.1 instead of 4.8 us for each 256 KiB that it later copies from staging to the host (H200).
 
 #define MAX_BLOCKS 960  // number of ids that fit into the 4 KiB of a kernel's parameters
 #define DEPTH 8         // 8 loads x 32 lanes x 16 bytes = one tile in flight per warp
