@@ -1,18 +1,19 @@
 """vLLM's KV connector: prompts cached in host memory and storage, and prefill handed to decode.
 
 Made for the interfaces of vLLM 0.32 and 0.33 (`KVConnectorBase_V1`). vLLM owns the device blocks
-and the block tables; host memory and storage are tierkv's.
+and the block tables; tierkv owns the host memory and the storage.
 
     vLLM's scheduler                                   vLLM's workers, one for each rank
-    get_num_new_matched_tokens  lookup: what is cached?
+    get_num_new_matched_tokens  looks up what is cached
     update_state_after_alloc    plans a load           handle_preemptions  waits for saves of
                                                                            reused blocks
     build_connector_meta        plans saves; plans  -> start_load_kv, wait_for_save
     update_connector_output  <- reports of copies      get_finished
     request_finished            plans the last save; vLLM keeps the blocks until it has ended
 
-A plan lists the blocks to copy. Plans and reports travel in vLLM's own messages between scheduler
-and workers, so they have the order of its steps.
+A load copies blocks from host to device, a save copies them from device to host. A plan lists the
+blocks to copy. Plans and reports travel in vLLM's own messages between scheduler and workers, and
+therefore in the order of vLLM's steps.
 """
 
 from __future__ import annotations
@@ -111,15 +112,15 @@ _BACKLOG_TURNS = 2  # turns in which a backlog of waiting saves is begun
 # A request saves when this many of its tokens are not saved, and at its end: a save costs the same
 # for one block as for many.
 _SAVED_AT_ONCE = 256
-_PAUSE_STEPS = 4  # until a request that had no part in a step is looked at again
-_MAX_WAIT_S = 60.0  # for a copy of blocks that are about to be written
+_PAUSE_STEPS = 4  # until the next check of a request that was not in a step
+_MAX_WAIT_S = 60.0  # of a step for saves of blocks that it will write
 _MAX_PRIVATE = 65_536  # names of blocks with a salt, an adapter, images or a session
 _MAX_LOST = 2  # promises to one request that expire before it loads them
-# An engine with one request waits so long for the host tier's answer, mostly 0.5 ms, where asking
-# again in the next step takes 5 ms.
+# With a single request, the engine waits up to this time for the host tier's answer, which takes
+# mostly 0.5 ms. Asking again in the next step takes 5 ms.
 _ALONE_S = 0.002
-# Blocks of attention for which host memory has room beside one state: vLLM keeps a state at the end
-# of a prompt, and where prompts part.
+# Number of attention blocks for which host memory has room for each state: vLLM keeps a state only
+# at the end of a prompt, and where prompts part.
 _BLOCKS_PER_STATE = 4
 _COUNTS = {
     "loaded_tokens": "Prompt tokens that were loaded instead of computed",
@@ -148,12 +149,12 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     Attributes:
         store: URL of the store (docs/storage.md), "" for host memory alone.
         host_bytes: bytes of host memory for blocks, of this engine's ranks together.
-        node: socket of a node on this machine (`tierkv serve --engine external`); its host memory
-            and store are used instead of `store` and `host_bytes`.
-        node_key: a token, if the node has an auth file.
-        peer_tensor_parallel: tensor parallel sizes of other instances whose blocks this one shall
-            find too.
-        ttl_s: seconds that a block lives in the store, None for as long as the store keeps it.
+        node: socket of a node on this machine (`tierkv serve --engine external`), whose host memory
+            and store replace `host_bytes` and `store`; "" for none.
+        node_key: a token, if the node has an auth file; "" otherwise.
+        peer_tensor_parallel: tensor parallel sizes of other instances, whose blocks this instance
+            also finds.
+        ttl_s: seconds that a block stays in the store; None for as long as the store keeps it.
         revision: revision of the model's weights, if instances with other weights share the store
             under the same model name.
         saves_generated: also save blocks of generated tokens, for prompts that continue them.
@@ -164,13 +165,13 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             record that a prompt is stored.
         publish_deadline_s: seconds that storing a prompt with its ticket may take.
         ticket_ttl_s: seconds that a ticket can be used.
-        promise_ttl_s: seconds that found blocks are held on the host for a request that vLLM does
+        promise_ttl_s: seconds for which found blocks stay on the host for a request that vLLM does
             not schedule.
-        session_ttl_s: seconds after a turn of a session in which its blocks on the host are evicted
-            last; 0 for no difference.
-        min_tokens: smallest number of cached tokens to load. Fewer tokens, or a rest of at most one
-            block, are computed instead, unless a ticket names them. Without a store, a partial
-            block is loaded only behind a whole one.
+        session_ttl_s: seconds after a turn of a session in which the turn's blocks on the host are
+            evicted last; 0 to treat them like all other blocks.
+        min_tokens: smallest number of cached tokens to load, unless a ticket names them. Fewer
+            tokens, or a rest of the prompt of at most one block, are computed instead. Without a
+            store, a partial block is loaded only together with the full block before it.
         prefix: prefix of all names in the store.
     """
 
@@ -222,19 +223,20 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 @dataclass
 class StepPlans(KVConnectorMetadata):
-    """The copies that workers make in one step, sent from vLLM's scheduler to all workers.
+    """The copies of one step, sent from vLLM's scheduler to all workers.
 
     Workers carry out the fields in this order. A plan lists the blocks of one transfer.
 
     Attributes:
         must_wait: True if vLLM has reused blocks that running saves still read: workers wait for
             the saves before they write any block.
-        loads: requests with the plans of their loads, host to device.
-        saves: one plan for all saves of the step, device to host; None without saves.
-        saving: the request of each save in `saves`; a request may occur several times.
-        lost: requests whose load can no longer be done since their blocks have left the host, and
-            the device blocks that therefore lack their content.
-        over: requests that have ended; vLLM may reuse their blocks when their saves have ended.
+        loads: (id of the request, plan) for each load, from host to device.
+        saves: one plan for all saves of the step, from device to host; None without saves.
+        saving: id of the request of each save in `saves`; a request may occur several times.
+        lost: (id of the request, device blocks) for each load that is impossible, because its
+            blocks have left the host. The device blocks do not have the content that vLLM expects.
+        over: ids of requests that have ended; vLLM may reuse their blocks when their saves have
+            ended.
     """
 
     must_wait: bool = False
@@ -246,7 +248,7 @@ class StepPlans(KVConnectorMetadata):
 
     @property
     def is_nothing(self) -> bool:
-        """True if the workers copy nothing in this step, as in most steps."""
+        """True if the workers have nothing to do for this step, as in most steps."""
         return not (self.loads or self.saving or self.lost or self.over or self.must_wait)
 
 
@@ -272,9 +274,9 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     """A worker's description of its blocks, sent to the scheduler once at the start.
 
     Attributes:
-        groups: the cache groups (layers with the same layout and the same need of blocks), with the
-            layout of this rank's part of a block.
-        backends: attention backends and their variants on this processor, which decide the order of
+        groups: the cache groups (layers with the same layout and the same rule of which blocks they
+            need), with the layout of this rank's part of a block.
+        backends: names of the attention backends and of the processor, which decide the order of
             bytes within a block.
         heads: number of KV heads whose bytes are contiguous in each layer's block, one head after
             the other; 0 if blocks are laid out otherwise.
@@ -286,7 +288,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
 
 class TierKVStats(KVConnectorStats):
-    """Counts of the scheduler's side since the last report, by the names in `_COUNTS`."""
+    """The scheduler's counts since the last report, by their names in `_COUNTS`."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -319,20 +321,26 @@ class TierKVMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """See `KVConnectorPromMetrics.observe`."""
+        """Add counts of one engine to its Prometheus counters.
+
+        Args:
+            transfer_stats_data: the counts by name, from `TierKVStats`.
+            engine_idx: number of the engine.
+        """
         for name, count in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(count)
 
 
 class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """The connector that vLLM loads; the module's docstring shows the order of calls.
+    """The connector that vLLM loads; the module's docstring shows the order of vLLM's calls.
 
-    The `kv_role` kv_both loads and saves, kv_consumer only loads, kv_producer only saves.
+    With the `kv_role` kv_both it loads and saves blocks, with kv_consumer it only loads, and with
+    kv_producer it only saves.
 
     Args:
         vllm_config: vLLM's configuration.
-        role: the scheduler's process, or a worker's.
+        role: the process that this connector is for: the scheduler's, or a worker's.
         kv_cache_config: vLLM's device blocks and cache groups.
     """
 
@@ -361,10 +369,10 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True on a prefill instance: a prompt that is preempted at its end is then computed again.
+        """True on a prefill instance, where every prompt must be handed over.
 
-        The preempted blocks could not be handed over. For a cache, a lost block is only a later
-        miss.
+        vLLM then computes a prompt again if it is preempted at its end, before its last blocks are
+        saved.
         """
         return str(self._kv_transfer_config.kv_role) == "kv_producer"
 
@@ -392,9 +400,13 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: object,
     ) -> None:
-        """Do nothing: all layers are saved together, at the end of the step.
+        """Do nothing: `wait_for_save` saves all layers together, at the end of the step.
 
-        See `KVConnectorBase_V1.save_kv_layer`.
+        Args:
+            layer_name: ignored.
+            kv_layer: ignored.
+            attn_metadata: ignored.
+            kwargs: ignored.
         """
 
     def wait_for_save(self) -> None:
@@ -433,7 +445,14 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """See `KVConnectorBase_V1.build_prom_metrics`."""
+        """Return the Prometheus counters of the connector.
+
+        Args:
+            vllm_config: vLLM's configuration.
+            metric_types: vLLM's classes of metrics.
+            labelnames: names of the labels of each counter.
+            per_engine_labelvalues: values of the labels, by engine.
+        """
         return TierKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The scheduler's side
@@ -449,14 +468,29 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `KVConnectorBase_V1.get_num_new_matched_tokens`."""
+        """Return how many further prompt tokens can be loaded, and if the load is asynchronous.
+
+        Args:
+            request: vLLM's request.
+            num_computed_tokens: number of leading tokens whose KV vLLM has in device blocks.
+
+        Returns:
+            The number of tokens to load after those, None while the lookup runs; and True if there
+                are any to load.
+        """
         found = self.scheduler.find(request, num_computed_tokens)
         return found, bool(found)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See `KVConnectorBase_V1.update_state_after_alloc`."""
+        """Plan the load of cached tokens into the device blocks that vLLM has allocated for them.
+
+        Args:
+            request: vLLM's request.
+            blocks: all device blocks of the request.
+            num_external_tokens: number of tokens to load; 0 for none.
+        """
         if num_external_tokens:
             self.scheduler.load(request, blocks.get_block_ids(), num_external_tokens)
 
@@ -469,13 +503,33 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See `KVConnectorBase_V1.request_finished`."""
+        """End a request of a model with one cache group, and plan the save of its last blocks.
+
+        Args:
+            request: vLLM's request.
+            block_ids: device blocks of the request.
+
+        Returns:
+            True if vLLM must not reuse the blocks before `get_finished` names the request; and the
+                `kv_transfer_params` for the client, with the ticket of a handed-over prompt, or
+                None.
+        """
         return self.scheduler.finish(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See `SupportsHMA.request_finished_all_groups`."""
+        """End a request, and plan the save of its last blocks.
+
+        Args:
+            request: vLLM's request.
+            block_ids: for each cache group, the device blocks of the request.
+
+        Returns:
+            True if vLLM must not reuse the blocks before `get_finished` names the request; and the
+                `kv_transfer_params` for the client, with the ticket of a handed-over prompt, or
+                None.
+        """
         return self.scheduler.finish(request, block_ids)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -504,25 +558,25 @@ class _Tracked:
 
     Attributes:
         request: vLLM's request.
-        prompt: the tokens that were known at the last lookup or save; None before.
+        prompt: the tokens of the last lookup or save; None before.
         claims: id of the ticket whose blocks the request loads; None without one.
         publishes: id of the ticket under which the prompt is handed over; None without one.
-        num_local: number of leading tokens that vLLM had in device blocks at the lookup.
-        found: by cache group, positions of the blocks that the lookup found beyond `num_local`.
+        num_local: number of leading tokens that vLLM had in device blocks at the last lookup.
+        found: by cache group, numbers of the prompt's blocks that the lookup found after those of
+            `num_local`.
         saved: by cache group, number of leading blocks that are on the host or are being copied
-            there; in a group of states, the blocks up to the last saved state.
-        boundary: number of tokens before the last state that vLLM has offered to be saved; 0
-            without one.
-        is_handed_over: True once the prompt's last state is saved, which completes a hand-over.
+            there; in a cache group of states, the blocks up to the last saved state.
+        boundary: number of tokens before the last state chosen to be saved; 0 without one.
+        is_handed_over: True once the prompt's last state is saved, which completes a hand-off.
         has_saves: True while saves run.
         is_loading: True while a load runs.
         num_lost: number of lookups whose blocks had left the host before they were loaded.
-        passed: number of the request's tokens when a lookup found too few to load; the same tokens
-            are not looked up again.
-        is_of_old: True if the cache has been reset since the request began, so that nothing is
-            saved.
+        passed: number of the request's tokens at a lookup that found too few tokens to load. There
+            is no further lookup while the request has as many tokens. None before.
+        is_of_old: True if the cache was reset after the request began. Nothing of the request is
+            saved then.
         due: the step in which a generating request may have enough unsaved tokens for a save; None
-            if it does not generate.
+            if the request does not generate.
     """
 
     request: Request
@@ -543,7 +597,7 @@ class _Tracked:
 
 
 class _SchedulerSide:
-    """The connector in the scheduler's process, which decides what is loaded and saved.
+    """The connector in the scheduler's process, which decides which blocks are loaded and saved.
 
     All methods are called by vLLM's scheduler thread.
 
@@ -577,40 +631,42 @@ class _SchedulerSide:
         self._groups: tuple[CacheGroup, ...] = ()
         self._main = 0
         self._has_windows = False
-        self._states: tuple[int, ...] = ()  # numbers of the groups of states
+        self._states: tuple[int, ...] = ()  # numbers of the cache groups of states
         self._align = 1  # tokens between two lengths at which all groups may have a state
         events = config.kv_events_config
         self._publishes_events = events is not None and events.enable_kv_cache_events
         self._private: OrderedDict[str | int | bytes, None] = OrderedDict()
-        self._owners: OrderedDict[ExternalId, str] = OrderedDict()  # by block, its session
+        self._owners: OrderedDict[ExternalId, str] = (
+            OrderedDict()
+        )  # by block, the session that it belongs to
         self._adapters = AdapterDigests()
         self._epoch = b""
         self._tracked: dict[str, _Tracked] = {}
         self._filling: OrderedDict[str, _Tracked] = OrderedDict()  # prompts that are being computed
-        # Whose prompt is saved, by the step in which each may have more, and an order among equals.
+        # A heap of generating requests with a saved prompt: due step, order among equals, request.
         self._decoding: list[tuple[int, int, _Tracked]] = []
         self._order = itertools.count()
         self._step = 0
         drafts = config.speculative_config
         self._drops_block = drafts is not None and drafts.use_eagle_block_drop()
         self._max_per_step = 1 + (drafts.num_speculative_tokens or 0 if drafts else 0)
-        # Requests that have ended, with their blocks, and of which not all is saved.
+        # Ended requests with unsaved blocks, with their device blocks by cache group.
         self._ending: deque[tuple[_Tracked, tuple[list[int], ...]]] = deque()
-        # By ended request with saves under way: its session, and the saved prompt with its answer.
+        # By ended request with running saves: its session, and its saved prompt and answer.
         self._turns: dict[str, tuple[str, Prompt]] = {}
         self._plans = StepPlans()
         self._begun: list[Plan] = []  # saves of this step
         self._counts: Counter[str] = Counter()
-        self._has_heard = False  # since the last plan was made
-        self._is_turn = False  # in this step, for saves
+        self._has_heard = False  # True if workers have reported since the last plan
+        self._is_turn = False  # True if saves may begin in this step
         self._has_store = bool(settings.store or settings.node)
-        # Of steps under way: prompt tokens they compute, and when they were planned.
+        # For each running step: the prompt tokens that it computes, and the time of its plan.
         self._computing: deque[tuple[int, float]] = deque(maxlen=_MAX_UNDER_WAY)
         self._heard_at = 0.0
-        # Prompt tokens of a step and its seconds, not handed on yet.
+        # Prompt tokens of a step and its seconds, not passed to the cache yet.
         self._speed: tuple[int, float] | None = None
-        self._reports: list[Finished] = []  # of ranks, not handed on yet
-        self._unpublished: set[str] = set()  # requests with tickets on their way
+        self._reports: list[Finished] = []  # of ranks, not passed to the cache yet
+        self._unpublished: set[str] = set()  # requests with a running publish
 
     @property
     def cache(self) -> EngineCache:
@@ -618,10 +674,10 @@ class _SchedulerSide:
         return self._cache
 
     def open(self, ranks: Sequence[RankHandshake]) -> None:
-        """Open the host memory and the store, for blocks as each rank's worker describes them."""
+        """Open host memory and store for the blocks that the ranks' workers describe."""
         settings, config = self.settings, self._config
         shards = [[group.layout for group in rank.groups] for rank in ranks]
-        # Of latent attention, and of fewer heads than ranks, each rank has all of it.
+        # With latent attention, or fewer KV heads than ranks, each rank has whole blocks.
         is_same = len(ranks) > 1 and self._kv.kv_tp_replicas == len(ranks)
         scheme = None if is_same or settings.node else self._scheme(ranks)
         if scheme is not None:
@@ -661,7 +717,7 @@ class _SchedulerSide:
                 "events.endpoint of the node, and subscribe there"
             )
             self._publishes_events = False
-        # An engine that was killed leaves its own, and the next has another name.
+        # A killed engine leaves its socket, and the next engine's socket has another name.
         remove_left_over(Path(tempfile.gettempdir()).glob(_SOCKETS))
         num_ranks = "any number of" if scheme is not None else f"{len(ranks)}"
         self._cache = EngineCache(
@@ -690,7 +746,7 @@ class _SchedulerSide:
         log.info("KV blocks are kept in host memory and %s", kept)
 
     def _scheme(self, ranks: Sequence[RankHandshake]) -> ShardScheme | None:
-        """Return the rule that joins the ranks' parts of a block, None if there is none."""
+        """Return the rule that joins the ranks' heads to a whole block; None if there is none."""
         first, total = ranks[0], self._config.model_config.get_total_num_kv_heads()
         if len(first.groups) > 1 or first.heads * len(ranks) != total:
             return None
@@ -701,7 +757,7 @@ class _SchedulerSide:
     # Arrival and lookup of a request
 
     def arrive(self, request: Request) -> None:
-        """Start the lookup of a new request with a session or a router's hint to fetch blocks."""
+        """Start the lookup of a new request that has a session, or a router's hint to fetch."""
         is_hinted = self._follow_hints(request)
         if (is_hinted or request.session_id) and self._finds and self._has_store:
             tracked = self._track(request)
@@ -710,7 +766,7 @@ class _SchedulerSide:
                 self._ask(tracked, 0)
 
     def _follow_hints(self, request: Request) -> bool:
-        """Count the router's hints of a request, and return True if one says to fetch blocks."""
+        """Count a request's hints from the router; return True if a hint asks to fetch blocks."""
         hints = request.kv_hints
         if hints is None:
             return False
@@ -724,7 +780,7 @@ class _SchedulerSide:
         return num_fetches > 0
 
     def find(self, request: Request, num_computed: int) -> int | None:
-        """Return how many tokens can be loaded after `num_computed`, None while a lookup runs."""
+        """Return how many tokens can be loaded after `num_computed`; None while the lookup runs."""
         tracked = self._tracked.get(request.request_id) or self._track(request)
         if tracked is None or not self._may_find(tracked, num_computed):
             return 0
@@ -762,7 +818,10 @@ class _SchedulerSide:
         )
 
     def _offered(self, tracked: _Tracked, num_computed: int, found: Found) -> int | None:
-        """Return how many found tokens to load, 0 if too few, None if the ticket was not usable."""
+        """Return how many of the found tokens to load; None to look up again without a lost ticket.
+
+        The result is 0 if too few tokens were found to be worth a load.
+        """
         request, name = tracked.request, tracked.request.request_id
         if found.problem is not None and tracked.claims is not None:
             log.warning("request %r continues without its ticket: %s", name, found.problem)
@@ -785,7 +844,10 @@ class _SchedulerSide:
         return found.num_tokens
 
     def _has_nothing(self, tracked: _Tracked, num_computed: int) -> bool:
-        """Return True, and note that no lookup is needed, if it surely finds too few tokens."""
+        """Return True if a lookup would surely find too few tokens.
+
+        Record the request as looked up then.
+        """
         request, size = tracked.request, self._groups[self._main].block_size
         num_saved = num_blocks = 0
         if not self.cache.sees_host:
@@ -805,13 +867,13 @@ class _SchedulerSide:
         self.cache.end_lookup(request.request_id)
         tracked.num_local, tracked.found = num_computed, ()
         tracked.saved = [0] * len(self._groups)
-        # A hand-over needs its blocks on the host at its end, and waits for no other's saves.
+        # A hand-off needs its blocks on the host at its end, and other requests' saves may be late.
         tracked.saved[self._main] = num_saved if tracked.publishes is None else num_blocks
         tracked.passed = request.num_tokens
         return True
 
     def _main_names(self, request: Request) -> Sequence[bytes]:
-        """Return vLLM's hashes of the request's whole blocks in the main (full-attention) group."""
+        """Return vLLM's hashes of the request's full blocks in the main (full-attention) group."""
         size = self._groups[self._main].block_size
         step = size // (self._kv.hash_block_size or size)
         hashes: Sequence[bytes] = request.block_hashes
@@ -826,7 +888,11 @@ class _SchedulerSide:
         return self._finds and not has_tried and not is_excluded
 
     def _findable(self, num_tokens: int) -> int:
-        """Return how many of `num_tokens` leading tokens a lookup may find."""
+        """Return how many of `num_tokens` leading tokens a lookup may find.
+
+        With recurrent states, the result is a multiple of the distance between states, and less
+        than `num_tokens`.
+        """
         if not self._states:
             return num_tokens
         if self._drops_block:
@@ -834,7 +900,7 @@ class _SchedulerSide:
         return (num_tokens - 1) // self._align * self._align
 
     def _track(self, request: Request) -> _Tracked | None:
-        """Return the record of a new request; None if its tokens do not identify its KV."""
+        """Return the record of a new request; None if its token ids do not determine its KV."""
         is_plain = request.prompt_embeds is None and not request.resumable
         if not is_plain or not request.prompt_token_ids:
             return None
@@ -848,7 +914,10 @@ class _SchedulerSide:
         return tracked
 
     def _prompt(self, tracked: _Tracked, num_tokens: int) -> Prompt | None:
-        """Return the first `num_tokens` tokens, None while the LoRA adapter's files are read."""
+        """Return the first `num_tokens` tokens.
+
+        None while the files of the LoRA adapter are read.
+        """
         request, prompt = tracked.request, tracked.prompt
         size = self._groups[self._main].block_size
         if prompt is None:
@@ -879,7 +948,10 @@ class _SchedulerSide:
         return prompt
 
     def _extra(self, request: Request) -> bytes | None:
-        """Return bytes for salt, LoRA adapter and reset, None while the adapter is being read."""
+        """Return bytes that stand for salt, LoRA adapter and reset.
+
+        None while the adapter is read.
+        """
         if request.lora_request is None and not request.cache_salt and not self._epoch:
             return b""
         adapter = b""
@@ -904,14 +976,14 @@ class _SchedulerSide:
             firsts.append(wanted.start)
         self._wait_for(ids)
         plan = None
-        if is_lost:  # vLLM loads fewer tokens than were offered, where no state is
+        if is_lost:  # vLLM loads fewer tokens than offered, and no state is saved there
             self.cache.release(name)
         else:
             with suppress(DeviceFailedError):  # a rank is lost, and knows it
                 plan = self.cache.load(name, ids, firsts)
         tracked.claims = None
         tracked.is_loading = True
-        if plan is None:  # it has expired
+        if plan is None:  # the found blocks have left the host
             tracked.num_lost += 1
             self._plans.lost.append((name, tuple(itertools.chain.from_iterable(ids))))
         else:
@@ -919,14 +991,14 @@ class _SchedulerSide:
             self._plans.loads.append((name, plan))
 
     def _wait_for(self, block_ids: Iterable[Sequence[int]]) -> None:
-        """Make workers wait before they write these device blocks, if a running save reads one."""
+        """Let workers wait before they write any block, if a running save reads one of these."""
         if self._has_windows or self._states:
             for ids in block_ids:
                 self._plans.must_wait = self._plans.must_wait or bool(self.cache.fence(ids))
 
     def _wait_for_new(self, step: SchedulerOutput) -> None:
         for new in step.scheduled_new_reqs:
-            computed = new.num_computed_tokens  # blocks before are read, and may be others', too
+            computed = new.num_computed_tokens  # earlier blocks are only read
             tables = zip(self._groups, new.block_ids, strict=True)
             self._wait_for([ids[computed // group.block_size :] for group, ids in tables])
         for table in filter(None, step.scheduled_cached_reqs.new_block_ids):
@@ -937,7 +1009,7 @@ class _SchedulerSide:
     # Copies of a step
 
     def plan(self, step: SchedulerOutput) -> StepPlans:
-        """Return the copies of this step: loads, saves, and waits for earlier saves."""
+        """Return the plans of this step: loads, saves, and waits for earlier saves."""
         self._step += 1
         computes_much = step.total_num_scheduled_tokens > _MUCH
         self._is_turn = computes_much or self._step % _SAVES_EVERY == 0
@@ -949,7 +1021,7 @@ class _SchedulerSide:
         if self._saves:
             self._plan_saves(step)
         if self._has_store and step.num_scheduled_tokens:
-            # But for drafts, a request that decodes has one token.
+            # Without drafts, a generating request has one token in a step.
             num_tokens = step.total_num_scheduled_tokens - len(step.num_scheduled_tokens)
             self._computing.append((num_tokens, time.perf_counter()))
         self.cache.flush()
@@ -987,17 +1059,20 @@ class _SchedulerSide:
             self._filling[name] = tracked
 
     def _has_saves(self) -> bool:
-        """Return True if saves (copies from device to host) may begin in this step."""
+        """Return True if a save may begin in this step."""
         if self._is_turn:
             return bool(self._ending or self._filling or self._is_due())
         return any(map(self._is_urgent, self._filling.values()))
 
     def _is_urgent(self, tracked: _Tracked) -> bool:
-        """Return True if the request's blocks must be saved in every step, not every fourth."""
+        """Return True if the request's blocks are saved in every step, not every fourth."""
         return self._has_windows or tracked.publishes is not None
 
     def _begin_saves(self, step: SchedulerOutput) -> None:
-        """Begin a limited number of saves: ended requests, then prompts, then generated tokens."""
+        """Begin a limited number of saves.
+
+        Ended requests come first, then prompts, then generated tokens.
+        """
         waiting = len(self._ending) + len(self._filling)
         left = max(_SAVES_AT_ONCE, waiting // _BACKLOG_TURNS)
         while self._ending and left:
@@ -1014,7 +1089,7 @@ class _SchedulerSide:
             stop = self._save_filled(tracked, step)
             if stop is not None and stop >= tracked.request.num_tokens:
                 del self._filling[name]
-                # With states, generated blocks are of use up to a state, and saved with it.
+                # With states, generated blocks are useful up to a state, and saved with it.
                 is_of_use = self.settings.saves_generated and not self._states
                 if is_of_use and tracked.publishes is None:
                     self._expect(tracked, stop)
@@ -1028,7 +1103,7 @@ class _SchedulerSide:
         return bool(self._decoding) and self._decoding[0][0] <= self._step
 
     def _expect(self, tracked: _Tracked, stop: int | None) -> None:
-        """Note the step in which a generating request may have enough unsaved tokens for a save."""
+        """Record in which step a generating request may have enough unsaved tokens for a save."""
         pause = _PAUSE_STEPS
         if stop is not None:
             missing = _SAVED_AT_ONCE - (stop - self._num_saved(tracked))
@@ -1042,7 +1117,12 @@ class _SchedulerSide:
         return tracked.saved[self._main] * size if tracked.saved else 0
 
     def _save_filled(self, tracked: _Tracked, step: SchedulerOutput) -> int | None:
-        """Save the full blocks if enough, and return the tokens computed at this step's end."""
+        """Save a request's full blocks if they are enough.
+
+        Return how many tokens this step has computed.
+
+        The count includes earlier steps. It is None if the step does not run the request.
+        """
         request, main = tracked.request, self._groups[self._main]
         name = request.request_id
         scheduled = step.num_scheduled_tokens.get(name)
@@ -1063,14 +1143,17 @@ class _SchedulerSide:
         return stop
 
     def _stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
-        """Return by cache group the number of blocks that the first `num_tokens` tokens fill."""
+        """Return, by cache group, how many full blocks the first `num_tokens` tokens have.
+
+        For a cache group of states, the result is the number of blocks that are already saved.
+        """
         stops = [num_tokens // group.block_size for group in self._groups]
         for at in self._states:
             stops[at] = tracked.saved[at] if tracked.saved else 0
         return stops
 
     def _save_states(self, step: SchedulerOutput) -> None:
-        """Save the recurrent states that this step completes, and other groups' earlier blocks."""
+        """Save the recurrent states that vLLM offers, and other groups' blocks before them."""
         offers = dict(step.kv_connector_block_state.boundary_state_offloads)
         for new in step.scheduled_new_reqs:
             at = new.num_computed_tokens
@@ -1109,7 +1192,10 @@ class _SchedulerSide:
         states: Sequence[tuple[int, int, int]],
         table: Sequence[Sequence[int]],
     ) -> None:
-        """Save states (group, device block, tokens before it) and other groups' earlier blocks."""
+        """Save recurrent states, and other cache groups' blocks before them.
+
+        A state is given as (cache group, device block, tokens before it).
+        """
         boundary = max(num_tokens for _, _, num_tokens in states)
         tracked.boundary = max(tracked.boundary, boundary)
         whole = self._findable(tracked.request.num_prompt_tokens)
@@ -1132,7 +1218,10 @@ class _SchedulerSide:
         stops: Sequence[int],
         first_tokens: Sequence[int] = (),
     ) -> bool:
-        """Save the unsaved of each group's first `stops` blocks, and return True if all are."""
+        """Save the unsaved blocks among each cache group's first `stops` blocks.
+
+        Return True if all of them are saved or being saved.
+        """
         name = tracked.request.request_id
         firsts = tracked.saved or [0] * len(self._groups)
         ids = [
@@ -1166,14 +1255,14 @@ class _SchedulerSide:
         return not unsaved
 
     def _whole(self, prompt: Prompt) -> tuple[list[range], list[int]]:
-        """Return by cache group the positions of all blocks of `prompt`, and 0 as the first."""
+        """Return, by cache group, the numbers of all blocks of `prompt`, and the first number."""
         sizes = [group.block_size for group in self._groups]
         return [range(-(-prompt.num_tokens // size)) for size in sizes], [0] * len(sizes)
 
     def _names(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> Sequence[Sequence[ExternalId | None]]:
-        """Return vLLM's hashes of blocks by cache group, () if nothing would use the hashes."""
+        """Return vLLM's hashes of blocks by cache group; () if the cache would not use them."""
         if self._publishes_events or self.cache.sees_host:
             return self._hashes(request, block_ids, firsts)
         return ()
@@ -1181,7 +1270,7 @@ class _SchedulerSide:
     def _hashes(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> list[list[ExternalId | None]]:
-        """Return vLLM's hashes of blocks by cache group, None for a partial block."""
+        """Return vLLM's hashes of blocks by cache group, with None for a partial block."""
         size = self._kv.hash_block_size or self._groups[self._main].block_size
         hashes = request.block_hashes
         names: list[list[ExternalId | None]] = []
@@ -1206,7 +1295,7 @@ class _SchedulerSide:
         return names
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Yield KV events of saved and evicted blocks since the last call, with vLLM's hashes."""
+        """Yield vLLM's KV events for the blocks that were saved or evicted since the last call."""
         for event in self.cache.read_events() if self._publishes_events else ():
             ours = [name for name in event.external_ids if isinstance(name, bytes)]
             if not ours:
@@ -1259,7 +1348,7 @@ class _SchedulerSide:
             self.cache.flush()
 
     def _record_speed(self) -> None:
-        """Record the tokens and seconds of a prefill step, to compare fetching with computing."""
+        """Record the tokens and seconds of a prefill step, to estimate the cost of computing."""
         num_tokens, planned_at = self._computing.popleft()
         now = time.perf_counter()
         seconds = now - max(planned_at, self._heard_at)  # the next may be planned before this ends
@@ -1294,7 +1383,10 @@ class _SchedulerSide:
         self.cache.keep_session(session, prompt, self.settings.session_ttl_s)
 
     def pop_counts(self) -> TierKVStats | None:
-        """Return the counts since the last call; None if there are none, or not in this step."""
+        """Return the counts since the last call.
+
+        None if there are none, or if they come in a later step.
+        """
         if not self._counts or (self._tracked and not self._is_turn):
             return None
         counts = dict(self._counts)
@@ -1306,7 +1398,7 @@ class _SchedulerSide:
     def finish(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request, and return if vLLM must keep its blocks, and `kv_transfer_params`."""
+        """End a request; return True if vLLM must keep its blocks, and its `kv_transfer_params`."""
         name = request.request_id
         tracked = self._tracked.pop(name, None)
         if tracked is None:
@@ -1331,7 +1423,7 @@ class _SchedulerSide:
         return tracked.has_saves, params
 
     def _has_rest(self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Return True if an ended request has unsaved blocks, or tokens of a session to keep."""
+        """Return True if an ended request has unsaved blocks, or belongs to a session."""
         num_tokens = self._num_to_save(tracked, block_ids)
         stops = self._last_stops(tracked, num_tokens)
         is_saved = len(tracked.saved) == len(stops) and all(
@@ -1342,8 +1434,8 @@ class _SchedulerSide:
     def _num_to_save(self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> int:
         """Return how many leading tokens of an ended request are to be saved."""
         request = tracked.request
-        # The last token was sampled and not computed. What a step under way still writes lies
-        # behind it, and this plan goes out after that step.
+        # The last token was sampled, and its KV is not computed. A running step writes only later
+        # tokens, and this plan is sent after that step.
         num_tokens: int = min(
             request.num_computed_tokens,
             request.num_tokens - bool(request.num_output_tokens),
@@ -1358,7 +1450,7 @@ class _SchedulerSide:
         return self._findable(num_tokens) if tracked.publishes is not None else tracked.boundary
 
     def _last_stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
-        """Return by cache group how many blocks an ended request's first `num_tokens` take."""
+        """Return, by cache group, how many blocks an ended request's `num_tokens` tokens have."""
         if self._states:
             return self._stops(tracked, num_tokens)
         return [-(-num_tokens // group.block_size) for group in self._groups]
@@ -1366,7 +1458,10 @@ class _SchedulerSide:
     def _save_rest(
         self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
-        """Save an ended request's unsaved blocks; return the client's ticket parameters, if any."""
+        """Save an ended request's unsaved blocks.
+
+        Return the `kv_transfer_params` for the client, if any.
+        """
         request, ticket = tracked.request, tracked.publishes
         num_tokens = self._num_to_save(tracked, block_ids)
         if not num_tokens:
@@ -1391,7 +1486,7 @@ class _SchedulerSide:
     # The whole cache
 
     def reset(self) -> None:
-        """Make all blocks cached so far unfindable, in storage too: the weights may be others."""
+        """Exclude all blocks cached so far from lookups: vLLM may have loaded other weights."""
         self._epoch = os.urandom(16)
         self.cache.reset()
         self._filling.clear()
@@ -1408,7 +1503,7 @@ class _SchedulerSide:
 
     def close(self) -> None:
         if self._cache is not None:
-            if self._reports:  # what they are of is kept
+            if self._reports:  # the blocks of reported saves are kept
                 self._poll()
             self._cache.close()
         self._adapters.close()
@@ -1423,7 +1518,7 @@ def _packed(tokens: list[int]) -> bytes:
 
 
 def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """Return the cache groups with the share of host memory that recurrent state groups get."""
+    """Return the cache groups, those of recurrent states with their share of host memory."""
     weights = [
         group.layout.block_bytes
         / group.block_size
@@ -1439,16 +1534,16 @@ def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
 
 def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
-    """Return device blocks with NO_BLOCK in place of vLLM's null blocks (id 0)."""
+    """Return device blocks, with NO_BLOCK in place of vLLM's null blocks (id 0)."""
     if group.kind is GroupKind.FULL:
         return table
     return [block or NO_BLOCK for block in table]
 
 
 class AdapterDigests:
-    """Digests of the files of LoRA adapters, computed by a thread.
+    """Digests of the files of LoRA adapters, computed in a thread.
 
-    Adapters with equal files share blocks, even if instances give them different names.
+    Adapters with equal files share blocks, even if instances name the adapters differently.
     """
 
     def __init__(self) -> None:
@@ -1458,7 +1553,8 @@ class AdapterDigests:
     def of(self, adapter: LoRARequest) -> bytes | None:
         """Return the digest of an adapter's files; None while the files are being read.
 
-        An adapter with unreadable files gets a random digest, so that its blocks are not shared.
+        An adapter with unreadable files gets a random digest, which excludes its blocks from
+        sharing.
         """
         key = (adapter.lora_name, adapter.lora_path)
         if key not in self._known:
@@ -1558,7 +1654,7 @@ class _WorkerSide:
         self._reports: list[Finished] = []
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Register the KV tensor of each layer, by layer name, and connect to the host memory."""
+        """Register the KV tensors by layer name, and connect to the scheduler's host memory."""
         found = [_planes_of(one, self._kv.num_blocks, tensors) for one in self._kv.kv_cache_groups]
         rank = get_tensor_model_parallel_rank()
         device, planes = _on_device([(group.layout, rows) for group, rows in found])
@@ -1596,7 +1692,7 @@ class _WorkerSide:
         return self._planes
 
     def before_step(self, plans: StepPlans) -> None:
-        """Wait for running saves if the step writes device blocks that they read."""
+        """If this step writes device blocks that running saves read, wait for these saves."""
         if plans.must_wait:
             for number, group in itertools.product(
                 self._saves, range(len(self._kv.kv_cache_groups))
@@ -1612,7 +1708,7 @@ class _WorkerSide:
             self._loads[plan.number] = (name, tuple(plan.slots()[1].tolist()))
             self.planes.start_loads(plan)
         self._lost += plans.lost
-        # Before `start_saves`, since vLLM may ask what is finished in between.
+        # Before `start_saves`: vLLM may call `finished` in between.
         self._num_saves.update(plans.saving)
         self._over.update(plans.over)
 
@@ -1673,7 +1769,7 @@ class _WorkerSide:
 def _on_device(
     groups: Sequence[tuple[Layout, Sequence[torch.Tensor]]],
 ) -> tuple[Device, list[Planes]]:
-    """Return the device of vLLM's KV tensors, and their planes by cache group."""
+    """Return the device of vLLM's KV tensors, and the planes of each cache group."""
     place = groups[0][1][0].device
     if place.type == "cpu":
         return CpuDevice(), [
@@ -1705,7 +1801,10 @@ _KINDS = {
 def _planes_of(
     group: KVCacheGroupSpec, num_blocks: int, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[CacheGroup, list[torch.Tensor]]:
-    """Return vLLM's layer group as a cache group, and uint8 [num_blocks, block_bytes] per layer."""
+    """Return vLLM's group of layers as a `CacheGroup`, and its memory.
+
+    The memory is a tensor uint8 [num_blocks, block_bytes] for each layer.
+    """
     spec = group.kv_cache_spec
     name = get_kv_cache_spec_kind(spec).value
     kind = _KINDS.get(name)
@@ -1743,7 +1842,7 @@ def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
 
 
 def _dtype_of_state(spec: KVCacheSpec) -> str:
-    """Return the dtypes and shapes of a recurrent state's parts, in the order of their bytes."""
+    """Return dtypes and shapes of the parts of a recurrent state, in the order of their bytes."""
     if spec.mamba_cache_mode != "align":
         raise ConfigError(
             "TierKVConnector saves states of Mamba and linear attention where vLLM's blocks end, "
@@ -1754,7 +1853,7 @@ def _dtype_of_state(spec: KVCacheSpec) -> str:
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """Return the largest number of earlier tokens that a windowed or chunked layer reads."""
+    """Return how many earlier tokens a layer with a sliding window or chunks may read."""
     if get_kv_cache_spec_kind(spec).value == "chunked_local_attention":
         chunk: int = spec.attention_chunk_size
         return chunk
@@ -1763,7 +1862,7 @@ def _window(spec: KVCacheSpec) -> int:
 
 
 def _heads(spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor) -> int:
-    """Return the number of KV heads that are contiguous in each block of a layer, 0 if none."""
+    """Return the number of KV heads, if each is contiguous in a layer's block; otherwise 0."""
     if get_kv_cache_spec_kind(spec).value != "full_attention":
         return 0
     heads: int = spec.num_kv_heads
@@ -1774,7 +1873,10 @@ def _heads(spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor) -> int:
 
 
 def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
-    """Return a layer's KV tensor as uint8 [num_blocks, block_bytes], uncopied; else ConfigError."""
+    """Return a view of a layer's KV tensor, uint8 [num_blocks, block_bytes].
+
+    ConfigError is raised if the bytes of a block are not contiguous.
+    """
     size, parts = tensor.element_size(), tensor.shape[0] // num_blocks
     stride = tensor.stride(0) * parts * size
     sides = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
