@@ -83,7 +83,7 @@ class Once(Generic[T]):
     async def call(
         self, key: Hashable, content: bytes, *, stays_open: bool = True
     ) -> AsyncIterator[OnceCall[T]]:
-        """Run the body as one call with `key`; get the result of an earlier call, or compute it.
+        """Run the body as a call with `key`; an earlier call may have computed the result.
 
         If an earlier call with this key is still computing, this call waits for its result before
         the body runs. If that call is cancelled, one of the waiting calls computes the result

@@ -560,7 +560,7 @@ class Metrics:
         )
         busy = Histogram(
             "tierkv_event_loop_busy_seconds",
-            "Part of the event loop's delay in which its thread used a core, at most",
+            "Upper bound of the CPU time of the event loop's thread during the loop's delay",
             buckets=_LAG_SECONDS,
             registry=registry,
         )
@@ -610,7 +610,7 @@ class Metrics:
 
     @contextmanager
     def handing(self, side: str) -> Iterator[None]:
-        """Run a publish or a claim as the body; if the body fails, count the reason.
+        """Count the reason if the body, which publishes or claims a prompt, fails.
 
         Args:
             side: "publish" or "claim".

@@ -256,8 +256,7 @@ class Node:
 
         Raises:
             NotReadyError: The node is still starting.
-            ShuttingDownError: The node is shutting down. The body gets this error too, if a
-                shutdown cancels it.
+            ShuttingDownError: The node is shutting down, or a shutdown cancelled the body.
         """
         self.check_started()
         if self.is_draining:
@@ -271,7 +270,7 @@ class Node:
 
         Raises:
             NotReadyError: The node is still starting.
-            ShuttingDownError: Raised in the body, if a shutdown cancels it.
+            ShuttingDownError: A shutdown cancelled the body.
         """
         self.check_started()
         return self._working.call()

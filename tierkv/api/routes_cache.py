@@ -46,7 +46,7 @@ class LookupRoutes(Routes):
 
     @Route("POST", "/v1/explain", Access.READ, body=LookupBody, answer=Explanation)
     async def explain(self, request: web.BaseRequest) -> Explanation:
-        """Return the tiers that have each block of a prompt, and the reason of the first miss."""
+        """Return the tier of each cached block of a prompt, and the reason of the first miss."""
         async with self._node.work():
             body = await self._read_prompt(request, LookupBody)
             self._request_id(request, body.request_id)

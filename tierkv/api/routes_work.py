@@ -164,8 +164,8 @@ async def streaming(
 
     Args:
         request: The HTTP request to answer.
-        answer: The call. Its `job` is replaced by one that reports tokens, and its `response` is
-            set.
+        answer: The call. Its `job` is replaced by one that passes new tokens to the stream, and its
+            `response` is set to the stream.
         tokenizer: The tokenizer of the model.
 
     Raises:
@@ -296,7 +296,7 @@ class WorkRoutes(Routes):
 
     @Route("DELETE", "/v1/requests/{id}", Access.WRITE, answer=AbortAnswer)
     async def abort(self, request: web.BaseRequest) -> AbortAnswer:
-        """Abort a request that waits for its blocks or that the node's engine computes."""
+        """Abort a request that waits for blocks or is being computed."""
         async with self._node.call():
             tenant, request_id = self._key(request)
             bodies.name_request(request, request_id)

@@ -303,7 +303,7 @@ class NodeCalls:
 
     @contextmanager
     def _translated(self, node: BackendNode) -> Iterator[None]:
-        """Translate an error that a call to `node` raises in the body into a NodeFailedError."""
+        """Raise NodeFailedError instead of an error that a call to `node` raises in the body."""
         try:
             yield
         except TimeoutError as error:
@@ -335,7 +335,10 @@ class NodeCalls:
             )
 
     def _refuse(self, node: BackendNode, raw: bytes, status: int | None) -> NoReturn:
-        """Raise the gateway's error for a node's error answer; `status` is None within a stream."""
+        """Raise the error that corresponds to a node's error answer.
+
+        `status` is None if the error answer is an event of a stream.
+        """
         try:
             problem = msgspec.json.decode(raw, type=_Problem)
         except UNREADABLE as error:

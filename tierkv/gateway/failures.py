@@ -16,7 +16,7 @@ from tierkv.http.problems import AnswerError, Problem, problem_of
 
 
 class GatewayError(AnswerError):
-    """An error that the gateway answers with."""
+    """The base class of errors that the gateway sends to callers."""
 
 
 class InvalidRequestError(GatewayError):

@@ -337,15 +337,15 @@ class Gateway:
         A shutdown waits for running prompts.
 
         Raises:
-            GatewayShuttingDownError: The gateway is shutting down. The body gets this error too, if
-                a shutdown cancels it.
+            GatewayShuttingDownError: The gateway is shutting down, or a shutdown cancelled the
+                body.
         """
         if self.is_draining:
             raise GatewayShuttingDownError("this gateway is shutting down")
         return self._working.call()
 
     def drain(self) -> None:
-        """Refuse new requests and report not ready; running prompts continue."""
+        """Reject new requests and report not ready; running prompts continue."""
         self.is_draining = True
 
     def hurry(self) -> None:

@@ -14,7 +14,7 @@ from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
 
 
 class NodeState(Enum):
-    """The state of a node. Only nodes in the state READY receive requests, if there are any."""
+    """The state of a node, by which the gateway chooses the nodes that receive requests."""
 
     READY = "ready"
     UNREADY = "unready"  # it reports that it is starting or draining
@@ -114,7 +114,7 @@ class BackendNode:
         self.num_failures = 0
 
     def mark_unready(self) -> None:
-        """Send the node no requests until a probe finds it ready."""
+        """Exclude the node from requests until a probe finds it ready."""
         self._is_ready = False
 
     @asynccontextmanager

@@ -294,7 +294,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The body of a chat completion.
 
     Attributes:
-        messages: The messages of the chat. A node makes one prompt of them by the model's chat
+        messages: The messages of the chat. A node turns them into one prompt with the model's chat
             template.
     """
 
@@ -399,7 +399,7 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
         completion_tokens: Number of generated tokens.
         total_tokens: The sum of both.
         prompt_tokens_details: Number of prompt tokens that were found in the cache. If several
-            nodes worked on a prompt, the number is that of the first one that finished.
+            nodes worked on a prompt, the first node that finished counts.
     """
 
     prompt_tokens: int

@@ -63,7 +63,7 @@ class Job:
     def tokens(self) -> bytes:
         """The prompt's token ids, as little-endian int32 bytes.
 
-        A prompt that is a text or messages must be tokenized by a node before.
+        A prompt given as text or messages has this property only after a node has tokenized it.
         """
         assert isinstance(self.prompt, bytes), "the relay asks a node first"
         return self.prompt
@@ -73,7 +73,7 @@ class Job:
         return count(self.tokens)
 
     def body(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """Return the body of a call to a node, in msgpack, as byte strings to send in this order.
+        """Return the body of a call to a node, in msgpack, as byte strings to send in order.
 
         One of the byte strings is the prompt itself, without a copy.
 
@@ -95,7 +95,7 @@ class Job:
             after: Generated tokens to append to the prompt in the field `tokens`.
 
         Returns:
-            The body in msgpack, as byte strings to send in this order.
+            The body in msgpack, as byte strings to send in order.
         """
         sampling: dict[str, object] = {
             "temperature": self.temperature,

@@ -120,10 +120,7 @@ class PromptAnswer:
             self.finish_reason = "stop" if has_stopped else "length"
 
     def _read(self, delivery: Delivery, pieces: Sequence[str]) -> AnswerPiece:
-        """Return the piece of the answer that these texts of the next tokens give.
-
-        The piece ends before a stop text.
-        """
+        """Return the texts of the next tokens as a piece of the answer, up to a stop text."""
         text: list[str] = []
         logprobs: list[Placed] = []
         for piece in pieces:
@@ -208,10 +205,8 @@ class Delivery:
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
         self._pieces: list[str] = []  # text of each token
-        self._held_back = (
-            0,
-            "",
-        )  # number of tokens before, and text of, the last event without tokens
+        # The last event without tokens: the number of tokens before it, and its text.
+        self._held_back = (0, "")
         self.cached_tokens: int | None = None
         self.has_stopped = False
         self.is_claimed = False
@@ -249,7 +244,7 @@ class Delivery:
         await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0**self.num_attempts, _LONGEST_PAUSE_S))
 
     def wake(self, _: object = None) -> None:
-        """Make a call of `news` that waits return."""
+        """Let a waiting call of `news` return."""
         self._changed.set()
 
     # For the tasks that read nodes
@@ -282,8 +277,9 @@ class Delivery:
         Raises:
             NodeFailedError: The event's tokens differ from those received before, or a token has no
                 text or no log probabilities. The failure is recorded in `node`.
-            HandoffRefusedError: The decode node repeated a token of the ticket that the prefill
-                node has not sent. Only the prefill node has the log probabilities of this token.
+            HandoffRefusedError: The job asks for log probabilities, and a decode node sent the
+                ticket's first token before the prefill node did. Only the prefill node has the log
+                probabilities of this token.
         """
         tokens, pieces = received.tokens, received.pieces
         if len(pieces) != len(tokens):
@@ -393,9 +389,10 @@ class Delivery:
         return usable(nodes, self.now(), self._failed)
 
     def some_of(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """Return those of `nodes` that `fresh` returns; if none, all that may receive requests.
+        """Return those of `nodes` that may receive requests, without failed ones if possible.
 
-        In the second case, earlier failures of nodes for this prompt are forgotten.
+        Nodes that have failed for this prompt are left out. If no other node may receive requests,
+        these failures are forgotten.
 
         Raises:
             AttemptError: No node may receive requests. This counts as a failed attempt.

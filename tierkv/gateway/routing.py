@@ -14,7 +14,7 @@ Held = Mapping[str, int]  # by a node's URL, the number of leading prompt tokens
 
 
 def choose_prefill(nodes: Sequence[BackendNode], num_tokens: int, held: Held) -> BackendNode:
-    """Return the prefill node that has the fewest tokens to compute if it receives the prompt.
+    """Return the node that has the fewest tokens to compute if it receives the prompt.
 
     These are the tokens that the node's running requests still need, plus the prompt's tokens that
     the node has not cached. Among equal nodes, the one with the fewest running requests is chosen.

@@ -51,9 +51,9 @@ from tierkv.http.route import HttpRouter, Route, in_path, routes_of
 from tierkv.http.server import answering, bind, make_room_for
 from tierkv.tasks import task_group
 
-_ID_CHARS = 200  # the gateway appends the number of the call for the nodes
+_ID_CHARS = 200  # leaves room for the number of the call, which is appended for the nodes
 _CLOSE_LIMIT_S = 5.0  # seconds for closing, after the drain
-_MAX_PIECES = 64  # of an answer that wait for a slow client
+_MAX_PIECES = 64  # pieces of an answer that wait for a slow client
 
 B = TypeVar("B", CompletionBody, ChatBody)
 SendTo = Callable[[int, AnswerPiece], Awaitable[None]]

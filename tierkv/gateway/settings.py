@@ -62,8 +62,8 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Limits on the prompts that the gateway accepts.
 
     max_running: largest number of prompts that run at the nodes at the same time.
-    max_queued: largest number of prompts that wait in the gateway; a prompt above it is rejected
-    with 429.
+    max_queued: largest number of prompts that wait in the gateway; further ones are rejected with
+    429.
     queue_timeout_s: seconds after which a waiting prompt is rejected with 503.
     max_batch: largest number of answers of one request.
     max_attempts: largest number of attempts to answer a prompt, over all nodes.

@@ -53,7 +53,7 @@ class BodyTimeoutError(BadRequestError):
 
 
 class TooMuchInWorkError(TierKVError):
-    """All running requests' bodies together would exceed max_work_bytes: retry."""
+    """The bodies of all running requests would exceed max_work_bytes: retry."""
 
 
 class BodyReader:
@@ -177,7 +177,7 @@ class BodyReader:
         _, before = request.get(_COUNTED, (self, 0))
         if before + num_bytes > most:
             raise RequestTooLargeError(
-                f"the request needs more than {most} bytes with its prompts, the most for "
+                f"the request needs more than {most} bytes with its prompts, the maximum for "
                 "one request: make it smaller"
             )
         if self.num_bytes + num_bytes > most:

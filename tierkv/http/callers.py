@@ -79,7 +79,7 @@ class UnauthenticatedError(TierKVError):
 
 
 class ForbiddenError(TierKVError):
-    """The caller's access level does not allow the route: use a token with the named role."""
+    """The caller's access level does not allow the route: use a token with the needed role."""
 
 
 _MAX_FILE_BYTES = 16 << 20
@@ -293,7 +293,7 @@ _NO_KEY = bytes(64)
 
 
 class Keyring:
-    """The callers of one auth file, to be found by token or by a name in a certificate."""
+    """The callers of one auth file, with lookup by token or by a name in a certificate."""
 
     def __init__(self, content: AuthFile) -> None:
         self._tokens = {row.id.encode(): _key(row) for row in content.tokens}
@@ -321,9 +321,9 @@ class Keyring:
         return key.principal
 
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
-        """Return the caller of the first of `names` that the auth file lists.
+        """Return the caller that the auth file lists under one of `names`; None if there is none.
 
-        None if it lists none.
+        If the file lists several of the names, the first one counts.
 
         Args:
             names: Names in a client certificate, such as `DNS:prefill-1`.
@@ -376,9 +376,9 @@ def ticket_name(ticket_id: str, tenant: str) -> str:
 
 
 def as_given(sentence: str) -> str:
-    """Return an error sentence in which ids replace the names of requests and tickets.
+    """Return an error sentence with the ids that callers gave, instead of internal names.
 
-    These are the names that `request_name` and `ticket_name` return, and the ids that callers gave.
+    The internal names are those that `request_name` and `ticket_name` return.
     """
     return _IN_WORDS.sub("'", sentence)
 
@@ -421,7 +421,7 @@ class Guard:
 
         async def reload() -> None:
             self._keyring = Keyring(await aside(read, file))
-            log.info("the auth file %s was read, and its callers are in force", file)
+            log.info("the auth file %s was read and is in force", file)
 
         async with watching([file], reload, every_s=self._reload_s):
             yield

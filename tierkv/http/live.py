@@ -75,8 +75,9 @@ class LiveFeed:
     Attributes:
         figures: Returns the values of the figures by name. If the names change, all earlier samples
             are dropped.
-        refresh: Collects data that take longer to collect. It is called repeatedly while a page is
-            open, and returns the seconds to wait before its next call.
+        refresh: Collects data for the page that are too slow to collect at each sample. It is
+            called repeatedly while a page is open, and returns the seconds to wait before its next
+            call.
         num_watching: Number of open streams.
 
     Args:

@@ -45,10 +45,7 @@ class UnknownIdError(BadRequestError):
 
 
 class WrongStateError(BadRequestError):
-    """The state of the node, or of an object named in the call, does not allow this call.
-
-    Change the state first.
-    """
+    """The state of the node or of the named object does not allow this call: change it first."""
 
 
 class TooManyError(BadRequestError):
@@ -271,10 +268,7 @@ def _allowed(error: web.HTTPMethodNotAllowed) -> str:
 
 
 def _challenge(error: Exception, found: Problem) -> str | None:
-    """Return the error part of the WWW-Authenticate header (RFC 6750).
-
-    None to send no such header.
-    """
+    """Return the error part of the WWW-Authenticate header (RFC 6750); None for no header."""
     if found.status == HTTPStatus.UNAUTHORIZED:
         is_new = isinstance(error, UnauthenticatedError) and not error.was_given
         return "" if is_new else ', error="invalid_token"'
@@ -338,9 +332,7 @@ PROBLEMS = {
 
 
 def framing_problem(status: int, request_id: str) -> web.Response:
-    """Return the response to bytes that are not HTTP that this server supports.
-
-    The connection is closed after the response.
+    """Return the response to malformed or unsupported HTTP. The connection is closed after it.
 
     Args:
         status: HTTP status, a key of `PROBLEMS`; any other status becomes 500.

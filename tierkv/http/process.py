@@ -32,9 +32,8 @@ class Heartbeat:
     """A measurement of the event loop's lag, 20 times a second inside `running()`.
 
     Attributes:
-        on_beat: Called at each measurement with the lag in seconds, and with the largest part of
-            it, in seconds, for which the loop's thread can have used a CPU. In the rest of the lag,
-            the thread waited for a CPU or for a system call.
+        on_beat: Called at each measurement with two numbers of seconds: the lag, and an upper bound
+            of the CPU time that the loop's thread used during the lag.
     """
 
     def __init__(self, on_beat: Callable[[float, float], None] = lambda *_: None) -> None:
@@ -301,7 +300,7 @@ async def watching(
     """
     seen = await aside(
         _identities, files
-    )  # before `reload`, so that a change during it is not missed
+    )  # before `reload`, so that a change during `reload` is not missed
     await reload()
     async with supervised({"tierkv-watch": lambda: _watch(files, reload, seen, every_s)}):
         yield
@@ -319,7 +318,9 @@ async def _watch(
         try:
             await reload()
         except ConfigError as error:
-            log.error("what was read before stays in force: %s", error)
+            log.error(
+                "a changed file was rejected, and its earlier content stays in force: %s", error
+            )
 
 
 def _identities(files: Sequence[Path]) -> _Seen:
@@ -327,10 +328,7 @@ def _identities(files: Sequence[Path]) -> _Seen:
 
 
 def _identity(file: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes when the file is written or replaced.
-
-    None if there is no file.
-    """
+    """Return a value that changes with the file's content; None if there is no file."""
     try:
         found = file.stat()
     except OSError:

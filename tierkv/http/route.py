@@ -111,8 +111,8 @@ class HttpRouter:
         table: The routes.
         guard: The authenticator of callers, which must be running.
         fail: Function that returns the error answer.
-        count: Called for each answer with its status and the path of its route ("none" for an
-            unknown path), in the order path, status.
+        count: Called for each answer with the path of its route ("none" for an unknown path) and
+            with its status.
         id_chars: Largest length of a request id from a header; a longer id is cut.
     """
 
@@ -139,7 +139,7 @@ class HttpRouter:
         self._pattern = re.compile("|".join(one.pattern for one in self._patterned.values()))
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Return the answer to `request`.
+        """Return the answer to `request`, which may be an error answer.
 
         Raises:
             ConnectionError: The client has closed the connection.

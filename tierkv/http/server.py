@@ -87,9 +87,9 @@ def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socke
 
 @contextmanager
 def unix_listener(path: Path) -> Iterator[socket.socket]:
-    """Listen at `path`, for its owner only, while the body runs; remove the path at the end.
+    """Yield a Unix socket at `path` that only this user can connect to, and remove it at the end.
 
-    A socket that a dead process left there is replaced. Enter this context before any thread
+    A socket that a dead process left at `path` is replaced. Enter this context before any thread
     starts, because it changes the process's umask for a moment.
 
     Raises:
@@ -160,9 +160,7 @@ def url_of(listener: socket.socket, *, has_tls: bool = False) -> str:
 
 
 def make_room_for(connections: int) -> None:
-    """Raise this process's limit of open files for this many connections, as far as allowed.
-
-    The system's hard limit is the upper bound.
+    """Raise the process's open-file limit for this many connections, at most to the hard limit.
 
     Args:
         connections: Largest number of connections at the same time.
@@ -266,9 +264,9 @@ async def serving(
     After the body, unfinished answers have 2 s to end.
 
     Args:
-        handle: Coroutine function that returns the answer to a request, also if that is an error
-            answer. It raises ConnectionError if the client has disconnected. It is cancelled when
-            the client disconnects.
+        handle: Coroutine function that returns the answer, or the error answer, to a request. It
+            raises ConnectionError if the client has disconnected. It is cancelled when the client
+            disconnects.
         listeners: Listening sockets.
         section: Limits of connections and requests.
         tls: TLS context of TCP connections; None for plain HTTP. Unix sockets never use TLS.
@@ -451,7 +449,7 @@ class _Http(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002 - aiohttp's words, which may quote the client
     ) -> web.StreamResponse:
-        """Return the answer to bytes that aiohttp could not read, or to an error of `handle`."""
+        """Return the answer to bytes that aiohttp could not read, or to an error of the handler."""
         if isinstance(exc, ConnectionError):
             raise exc  # the client disconnected while its answer was written
         request_id = uuid4().hex
