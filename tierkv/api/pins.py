@@ -82,7 +82,7 @@ class PinBook:
         return pin
 
     def keep_turn(self, key: Key, prompt: Prompt, ttl_s: float) -> None:
-        """Set a soft pin on the blocks of a session's last turn, in place of the turn before.
+        """Replace the soft pin on the blocks of a session's previous turn by one on its last turn.
 
         If the tenant has `MAX_PINS` other pins, nothing is pinned, and no error is raised.
 

@@ -327,7 +327,7 @@ class NodeLiveRoutes(Routes):
 
     @Route("GET", "/live/requests/{number}/explain", Access.READ, answer=Explanation)
     async def explain(self, request: web.BaseRequest) -> Explanation:
-        """Explain which blocks of a recent request's prompt are cached, and why others are not."""
+        """Explain which blocks of a recent request's prompt are cached, and the first miss."""
         async with self._node.call():
             return await explained(self._node, principal_of(request), self._past_prompt(request))
 

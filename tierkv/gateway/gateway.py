@@ -24,7 +24,7 @@ from tierkv.gateway.failures import (
 )
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
 from tierkv.gateway.prompts import Job
-from tierkv.gateway.routing import REMEMBERED_BYTES, Held, PrefixMemory
+from tierkv.gateway.routing import REMEMBERED_BYTES, CachedTokens, PrefixMemory
 from tierkv.gateway.settings import GatewaySettings, LimitsSection
 from tierkv.http.bodies import BodyReader
 from tierkv.http.live import LiveFeed, figures_of
@@ -241,7 +241,7 @@ class Backend:
         ):
             yield
 
-    async def cached_tokens_by_node(self, job: Job, nodes: Sequence[BackendNode]) -> Held:
+    async def cached_tokens_by_node(self, job: Job, nodes: Sequence[BackendNode]) -> CachedTokens:
         """Return the number of leading prompt tokens that each node has cached, by the node's URL.
 
         The nodes are asked if there are several of them and the prompt has at least 64 tokens.
@@ -252,13 +252,15 @@ class Backend:
             job: The job whose prompt is looked up.
             nodes: The nodes to choose from.
         """
-        held = self.memory.matched(job.tokens, {node.url: node.num_recoveries for node in nodes})
+        cached_by_url = self.memory.matched(
+            job.tokens, {node.url: node.num_recoveries for node in nodes}
+        )
         if len(nodes) > 1 and job.num_tokens >= _SHORT_PROMPT:
             async with asyncio.TaskGroup() as tasks:
                 asked = {node.url: tasks.create_task(self._ask(node, job)) for node in nodes}
             answers = {url: task.result() for url, task in asked.items()}
-            held |= {url: answer for url, answer in answers.items() if answer is not None}
-        return held
+            cached_by_url |= {url: answer for url, answer in answers.items() if answer is not None}
+        return cached_by_url
 
     async def _ask(self, node: BackendNode, job: Job) -> int | None:
         try:

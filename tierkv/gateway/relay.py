@@ -45,7 +45,7 @@ from tierkv.gateway.gateway import Backend
 from tierkv.gateway.nodes import BackendNode, usable
 from tierkv.gateway.openai import AnswerPiece, FinishReason, Placed
 from tierkv.gateway.prompts import Job, empty, too_long
-from tierkv.gateway.routing import Held, choose_decode, choose_prefill
+from tierkv.gateway.routing import CachedTokens, choose_decode, choose_prefill
 from tierkv.pd.tickets import HandoffProblem
 from tierkv.tasks import deadline, expected, task_group
 from tierkv.tokenizers import StopFinder
@@ -177,7 +177,7 @@ class Done(msgspec.Struct):
 
 
 class Delivery:
-    """The tokens of one answer received so far, and the state of the attempts to get the rest.
+    """The tokens of one answer received so far, and the state of the attempts to get the others.
 
     Attributes:
         job: The prompt and its sampling parameters.
@@ -467,14 +467,14 @@ _TICKET_CHECK_S = 2.0  # pause between checks that a published ticket still exis
 Failure = TierKVError  # passed as a value: `hand_over` sees all failures and chooses one
 
 
-async def hand_over(delivery: Delivery, held: Held) -> None:
+async def hand_over(delivery: Delivery, cached_by_url: CachedTokens) -> None:
     """Get all tokens of an answer by a hand-off from a prefill node to a decode node.
 
     All calls to nodes have ended on return.
 
     Args:
         delivery: Receives the tokens.
-        held: Number of leading prompt tokens that each node has cached, by the node's URL.
+        cached_by_url: Number of leading prompt tokens that each node has cached, by the node's URL.
 
     Raises:
         AttemptError: A call has failed. The failure is recorded.
@@ -482,8 +482,8 @@ async def hand_over(delivery: Delivery, held: Held) -> None:
     """
     ticket_id = delivery.next_id()
     async with task_group() as tasks:
-        prefill = tasks.create_task(expected(_prefill(delivery, ticket_id, held)))
-        decode = tasks.create_task(expected(_decode(delivery, ticket_id, held)))
+        prefill = tasks.create_task(expected(_prefill(delivery, ticket_id, cached_by_url)))
+        decode = tasks.create_task(expected(_decode(delivery, ticket_id, cached_by_url)))
         running = {prefill, decode}
         failure: Failure | None = None
         while running and failure is None and not decode.done():
@@ -507,7 +507,7 @@ async def hand_over(delivery: Delivery, held: Held) -> None:
 # The prefill side
 
 
-async def _prefill(delivery: Delivery, ticket_id: str, held: Held) -> None:
+async def _prefill(delivery: Delivery, ticket_id: str, cached_by_url: CachedTokens) -> None:
     """Make one prefill node publish the prompt under `ticket_id`; try each usable node once."""
     failure = AttemptError("no prefill node is available")
     tried: set[BackendNode] = set()
@@ -515,10 +515,10 @@ async def _prefill(delivery: Delivery, ticket_id: str, held: Held) -> None:
         nodes = delivery.fresh(delivery.backend.nodes.prefilling())
         if not (untried := [node for node in nodes if node not in tried]):
             raise failure
-        node = choose_prefill(untried, delivery.job.num_tokens, held)
+        node = choose_prefill(untried, delivery.job.num_tokens, cached_by_url)
         tried.add(node)
         try:
-            await _prefill_at(delivery, node, ticket_id, held)
+            await _prefill_at(delivery, node, ticket_id, cached_by_url)
         except HandoffRefusedError:
             raise  # any other node would fail in the same way
         except AttemptError as error:
@@ -527,11 +527,13 @@ async def _prefill(delivery: Delivery, ticket_id: str, held: Held) -> None:
             return
 
 
-async def _prefill_at(delivery: Delivery, node: BackendNode, ticket_id: str, held: Held) -> None:
+async def _prefill_at(
+    delivery: Delivery, node: BackendNode, ticket_id: str, cached_by_url: CachedTokens
+) -> None:
     job = delivery.job
     body = job.work({"request_id": delivery.next_id(), "ticket_id": ticket_id})
     # Tokens in storage take time, too; only tokens in the node's memory take none.
-    with node.working(max(job.num_tokens - held.get(node.url, 0), 1)):
+    with node.working(max(job.num_tokens - cached_by_url.get(node.url, 0), 1)):
         done = await delivery.read(node, "/v1/prefill", body, offset=0)
     delivery.publisher = node
     delivery.learn(node, done)
@@ -540,14 +542,14 @@ async def _prefill_at(delivery: Delivery, node: BackendNode, ticket_id: str, hel
 # The decode side
 
 
-async def _decode(delivery: Delivery, ticket_id: str, held: Held) -> None:
+async def _decode(delivery: Delivery, ticket_id: str, cached_by_url: CachedTokens) -> None:
     """Make a decode node claim the ticket; try other nodes until one has sent a token."""
     job, first_token_s = delivery.job, delivery.backend.settings.deadlines.first_token_s
     while True:
         nodes = delivery.fresh(delivery.backend.nodes.decoding())
         if not nodes:
             raise AttemptError("no decode node is available")
-        node = choose_decode(nodes, held)
+        node = choose_decode(nodes, cached_by_url)
         asked = {
             "request_id": delivery.next_id(),
             "ticket_id": ticket_id,
@@ -628,22 +630,22 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
     everybody = delivery.some_of(nodes)
     prefilling = delivery.fresh([node for node in nodes if node.role.prefills])
     decoding = delivery.fresh([node for node in nodes if node.role.decodes])
-    held = await delivery.backend.cached_tokens_by_node(job, everybody)
+    cached_by_url = await delivery.backend.cached_tokens_by_node(job, everybody)
     alone: BackendNode | None
     if delivery.tokens:
         # Without a hand-off, the node that has computed the prompt continues, whatever its role.
         candidates = decoding if decoding and can_hand_off else everybody
-        how, alone = "resumed", choose_prefill(candidates, job.num_tokens, held)
+        how, alone = "resumed", choose_prefill(candidates, job.num_tokens, cached_by_url)
     elif job.max_tokens == 1 or not (can_hand_off and prefilling and decoding):
-        how, alone = "one_node", choose_prefill(everybody, job.num_tokens, held)
+        how, alone = "one_node", choose_prefill(everybody, job.num_tokens, cached_by_url)
     else:
-        alone = _can_do_alone(prefilling, decoding, job.num_tokens, held)
+        alone = _can_do_alone(prefilling, decoding, job.num_tokens, cached_by_url)
         how = "handoff" if alone is None else "one_node"
     delivery.backend.metrics.routed.labels(how).inc()
     if alone is None:
-        await hand_over(delivery, held)
+        await hand_over(delivery, cached_by_url)
     else:
-        await _generate(delivery, alone, held)
+        await _generate(delivery, alone, cached_by_url)
 
 
 def _continuing_nodes(delivery: Delivery) -> list[BackendNode]:
@@ -662,25 +664,27 @@ def _can_do_alone(
     prefilling: Sequence[BackendNode],
     decoding: Sequence[BackendNode],
     num_tokens: int,
-    held: Held,
+    cached_by_url: CachedTokens,
 ) -> BackendNode | None:
     """Return a node that should do both prefill and decode of this prompt; None for a hand-off."""
     if num_tokens > _FEW_TOKENS:
-        knowing = [node for node in decoding if num_tokens - held.get(node.url, 0) <= _FEW_TOKENS]
+        knowing = [
+            node for node in decoding if num_tokens - cached_by_url.get(node.url, 0) <= _FEW_TOKENS
+        ]
         least = min((node.running for node in decoding), default=0)
         knowing = [node for node in knowing if node.running <= least + 1]
         if knowing:
-            return choose_prefill(knowing, num_tokens, held)
-    best = choose_prefill(prefilling, num_tokens, held)
+            return choose_prefill(knowing, num_tokens, cached_by_url)
+    best = choose_prefill(prefilling, num_tokens, cached_by_url)
     return best if best.role.decodes else None
 
 
-async def _generate(delivery: Delivery, node: BackendNode, held: Held) -> None:
+async def _generate(delivery: Delivery, node: BackendNode, cached_by_url: CachedTokens) -> None:
     job, offset = delivery.job, len(delivery.tokens)
     left = job.max_tokens - offset
     asked = {"request_id": delivery.next_id(), "max_tokens": left, "answered_tokens": offset}
     body = job.work(asked, delivery.tokens)
-    near = held.get(node.url, 0)
+    near = cached_by_url.get(node.url, 0)
     with node.working(max(job.num_tokens - near, 0) + left):
         done = await delivery.read(node, "/v1/generate", body, offset=offset)
     if not delivery.is_done:

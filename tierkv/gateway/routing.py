@@ -10,10 +10,13 @@ import xxhash
 from tierkv.cache.keys import TOKEN_BYTES
 from tierkv.gateway.nodes import BackendNode
 
-Held = Mapping[str, int]  # by a node's URL, the number of leading prompt tokens that it has cached
+# By a node's URL, the number of leading prompt tokens that the node has cached.
+CachedTokens = Mapping[str, int]
 
 
-def choose_prefill(nodes: Sequence[BackendNode], num_tokens: int, held: Held) -> BackendNode:
+def choose_prefill(
+    nodes: Sequence[BackendNode], num_tokens: int, cached_by_url: CachedTokens
+) -> BackendNode:
     """Return the node that has the fewest tokens to compute if it receives the prompt.
 
     These are the tokens that the node's running requests still need, plus the prompt's tokens that
@@ -22,19 +25,19 @@ def choose_prefill(nodes: Sequence[BackendNode], num_tokens: int, held: Held) ->
     Args:
         nodes: The nodes to choose from; at least one.
         num_tokens: Number of tokens of the prompt.
-        held: Number of leading prompt tokens that each node has cached, by the node's URL; a
-            missing node counts as 0.
+        cached_by_url: Number of leading prompt tokens that each node has cached, by the node's URL;
+            a missing node counts as 0.
     """
     return min(
         nodes,
         key=lambda node: (
-            node.outstanding_tokens + num_tokens - held.get(node.url, 0),
+            node.outstanding_tokens + num_tokens - cached_by_url.get(node.url, 0),
             node.running,
         ),
     )
 
 
-def choose_decode(nodes: Sequence[BackendNode], held: Held) -> BackendNode:
+def choose_decode(nodes: Sequence[BackendNode], cached_by_url: CachedTokens) -> BackendNode:
     """Return the decode node with the fewest running requests.
 
     Among equal nodes, the one with the fewest tokens left to compute or generate is chosen, then
@@ -42,12 +45,12 @@ def choose_decode(nodes: Sequence[BackendNode], held: Held) -> BackendNode:
 
     Args:
         nodes: The nodes to choose from; at least one.
-        held: Number of leading prompt tokens that each node has cached, by the node's URL; a
-            missing node counts as 0.
+        cached_by_url: Number of leading prompt tokens that each node has cached, by the node's URL;
+            a missing node counts as 0.
     """
     return min(
         nodes,
-        key=lambda node: (node.running, node.outstanding_tokens, -held.get(node.url, 0)),
+        key=lambda node: (node.running, node.outstanding_tokens, -cached_by_url.get(node.url, 0)),
     )
 
 

@@ -170,7 +170,7 @@ class CompletionRoutes:
         return await writer.end()
 
     async def _run(self, answers: Sequence[PromptAnswer], send: SendTo) -> None:
-        """Generate all answers; if one fails, stop the others and raise its error."""
+        """Generate all answers; if one fails, cancel the other ones and raise the error."""
         async with task_group() as tasks:
             for index, answer in enumerate(answers):
                 tasks.create_task(self._run_one(index, answer, send))

@@ -50,11 +50,11 @@ def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socke
 
     Args:
         settings: The address.
-        asks_callers: True if every caller is authenticated.
+        asks_callers: True if every caller is authenticated. If False, the address must be one that
+            only this machine can reach, except with allow_insecure_bind.
 
     Raises:
-        ConfigError: The address cannot be used; or other machines can reach it, callers are not
-            authenticated, and allow_insecure_bind is not set.
+        ConfigError: The address cannot be used, or is not allowed without authentication.
     """
     where = f"{settings.host}:{settings.port}"
     try:
