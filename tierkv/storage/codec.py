@@ -3,8 +3,9 @@
     host slot -> payload codec -> | header, 88 bytes | stored payload | -> store
 
 `Codec` makes and checks headers; each `Trust` has a subclass. A payload codec, such as a
-compression, is a `PayloadCodec` with a row in `PAYLOAD_CODECS`. `seal` and `unseal` convert records
-for other processes. The format is described in docs/storage-format.md, with a test vector.
+compression, is a `PayloadCodec` with a row in `PAYLOAD_CODECS`. `seal` and `unseal` encode and
+decode records that other processes read. The format is described in docs/storage-format.md, with a
+test vector.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Damage(Enum):
 
 
 class DamagedValueError(StoreCorruptError):
-    """A stored value differs from the one that its reader expects, in the property `damage`."""
+    """A stored value is not the value that its reader expects; `damage` is the difference."""
 
     def __init__(self, damage: Damage, message: str) -> None:
         super().__init__(message)
@@ -70,7 +71,7 @@ class ValueIdentity:
     """The block or tail that a value must contain.
 
     Attributes:
-        layout_digest: digest of the layout; its first 16 bytes are compared.
+        layout_digest: digest of the layout; only its first 16 bytes are compared.
         key_digest: digest of the block, 32 bytes, as in the value's name.
         num_tokens: number of tokens in the block.
     """
@@ -129,7 +130,10 @@ class PayloadCodecs:
         )
 
     def encode(self, payload: Buffer) -> tuple[int, Buffer]:
-        """Return the number of the codec used and the bytes to store: `payload`, or fewer."""
+        """Return the number of the codec that was used, and the bytes to store.
+
+        The result is IDENTITY and `payload` itself if no codec makes the payload shorter.
+        """
         if self.writes_with != IDENTITY:
             stored = self.by_number[self.writes_with].encode(payload)
             if memoryview(stored).nbytes < memoryview(payload).nbytes:
@@ -170,15 +174,15 @@ class Codec(ABC):
         return self._close(fields, stored, identity)
 
     def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:  # noqa: ARG002
-        """Return the header that `encode` makes, with content that is filled in at sending.
+        """Return the header of a value whose bytes are computed only when the value is sent.
 
         Args:
             payload: bytes of the block or tail.
             identity: layout, key and number of tokens, for the header.
 
         Returns:
-            The header, or None if filling it in would block the event loop for too long or gains
-                nothing; use `encode` then.
+            The header, the same as that of `encode`. None if computing it at sending would block
+                the event loop for too long or gains nothing; use `encode` then.
         """
         return None
 
@@ -186,7 +190,7 @@ class Codec(ABC):
         """Return a checksum to update with a value's bytes as they arrive, for use by `decode`.
 
         Args:
-            header: the buffer that the value's header is read into.
+            header: the buffer into which the value's header is read.
 
         Returns:
             The checksum; None if updating it would block the event loop for too long.
@@ -206,13 +210,13 @@ class Codec(ABC):
 
         Args:
             header: the first `header_bytes` bytes of the value.
-            room: buffer with the bytes after the header. It receives the decoded payload, and must
-                be large enough for that.
+            room: buffer that contains the bytes after the header. The decoded payload is written
+                into the same buffer, which must be large enough for it.
             identity: the block that the value must contain.
             digest: a result of `digest` that has received all bytes of the value; None to compute
                 the checksum here.
-            num_bytes: number of bytes of the value in `room`; None for all of it. Below 0 if the
-                value is shorter than its header.
+            num_bytes: number of bytes of the value in `room`; None if `room` contains nothing else.
+                Below 0 if the value is shorter than its header.
 
         Raises:
             DamagedValueError: a bit of header or payload differs from what was encoded, or the
@@ -246,8 +250,8 @@ class Codec(ABC):
                 value is shorter than its header. None for the size of `stored`.
 
         Raises:
-            DamagedValueError: a bit of the value differs from what was encoded, or its payload
-                codec is unknown.
+            DamagedValueError: a bit of the value differs from what was encoded, or no payload codec
+                has the number in the header.
         """
         header = memoryview(header)
         number = check_fields(
@@ -270,7 +274,7 @@ class Codec(ABC):
     def _close(
         self, fields: bytes, stored: Buffer, identity: ValueIdentity
     ) -> tuple[bytes, Buffer]:
-        """Return the header, completed with the protection, and the bytes to store after it."""
+        """Return the complete header, with checksum, signature or tag, and the bytes after it."""
 
     @abstractmethod
     def _open(
@@ -290,7 +294,7 @@ def is_packed(header: Buffer) -> bool:
 
 
 class PlainDigest:
-    """A checksum under way of one value, whose bytes are given in order, header first."""
+    """The checksum of one value, computed while the value's bytes arrive in order, header first."""
 
     __slots__ = ("_header", "_header_left", "_sum")
 
@@ -298,7 +302,7 @@ class PlainDigest:
         """Begin a checksum.
 
         Args:
-            header: the buffer that the value's header is read into.
+            header: the buffer into which the value's header is read.
         """
         self._header = memoryview(header)
         self._header_left = HEADER_BYTES
@@ -319,7 +323,7 @@ class PlainDigest:
 
 
 class DeferredHeader:
-    """A header, `content`, that is filled in when this object is first called."""
+    """A header whose bytes, `content`, are computed when this object is first called."""
 
     __slots__ = ("_identity", "_is_made", "_payload", "content")
 
@@ -330,7 +334,7 @@ class DeferredHeader:
         self._is_made = False
 
     def __call__(self) -> None:
-        """Fill in the header. Thread-safe: all threads write the same bytes."""
+        """Compute the header. Thread-safe: all threads write the same bytes."""
         if not self._is_made:
             self.content[:] = _PLAIN.encode(self._payload, self._identity)[0]
             self._is_made = True
@@ -410,7 +414,7 @@ def check_fields(
     flags: int,
     header_bytes: int,
 ) -> int:
-    """Check the length and the fields of a header against those that the value must have.
+    """Check the length and the fields of a header.
 
     Args:
         header: first bytes of the value.
@@ -459,7 +463,7 @@ def check_fields(
 
 
 def read_identity(header: Buffer) -> ValueIdentity:
-    """Return the block that a header names, without checking the value; for tools.
+    """Return the block that is named in a header, without checking the value. For tools.
 
     Raises:
         DamagedValueError: the header is too short.
@@ -556,7 +560,7 @@ class TenantCodecs:
         key: bytes | None,
         payloads: PayloadCodecs = PAYLOAD_CODECS,
     ) -> None:
-        """Check the key.
+        """Check that codecs can be made with `trust` and `key`.
 
         Args:
             trust: the protection against other writers of the store.
@@ -618,7 +622,7 @@ def parse_key(text: str) -> bytes:
 
 
 def import_blake3() -> type[blake3]:
-    """Return the hash function BLAKE3 of an optional package.
+    """Import and return the hash function of the optional package `blake3`.
 
     Raises:
         ConfigError: the package is not installed.
@@ -631,10 +635,10 @@ def import_blake3() -> type[blake3]:
 
 
 def import_aes_gcm() -> tuple[type[AESGCM], type[Exception]]:
-    """Return the cipher AES-GCM of an optional package, and its error for a forged value.
+    """Import and return AES-GCM and its error for a forged value, of the package `cryptography`.
 
     Raises:
-        ConfigError: the package is not installed.
+        ConfigError: the package, which is optional, is not installed.
     """
     try:
         from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - an extra
@@ -786,7 +790,7 @@ class SmallCodec:
     """
 
     def __init__(self, trust: Trust, key: bytes | None) -> None:
-        """Choose the form of values.
+        """Choose how values are protected.
 
         Args:
             trust: the protection against other writers of the store.
@@ -810,7 +814,9 @@ class SmallCodec:
             self._seal, self._unseal = self._encrypt, self._decrypt
 
     def seal_small(self, name: str, content: bytes) -> bytes:
-        """Return the bytes to store for a small value, at most 56 more than the content.
+        """Return the bytes to store for a small value.
+
+        There are at most 56 bytes more than in `content`.
 
         Args:
             name: name of the value. The bytes are valid only under this name.
@@ -880,7 +886,7 @@ _RECORD_HEAD = struct.Struct("<4sH16s")
 def seal(magic: bytes, version: int, record: object) -> bytes:
     """Return a record as bytes with a checksum.
 
-    record   | magic, 4 bytes | version, u16 | xxh3_128 of all the rest | msgpack body |
+    record   | magic, 4 bytes | version, u16 | xxh3_128 of the other fields | msgpack body |
 
     Args:
         magic: 4 bytes that name the kind of record.
@@ -895,8 +901,8 @@ def unseal(magic: bytes, version: int, value: bytes, kind: type[T]) -> T:
     """Check the bytes that `seal` returned, and return their record.
 
     Args:
-        magic: 4 bytes that name the kind of record, as given to `seal`.
-        version: version of the record's format, as given to `seal`.
+        magic: 4 bytes that name the kind of record, as passed to `seal`.
+        version: version of the record's format, as passed to `seal`.
         value: the bytes.
         kind: type of the record.
 

@@ -1,4 +1,4 @@
-"""The settings of the storage tier, and stores by their URLs, built in or from packages."""
+"""The settings of the storage tier, and functions that return the store for a URL."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class StoreKind(Generic[Settings]):
     """A kind of store that an installed package provides.
 
     Attributes:
-        settings: dataclass of the settings, each with a default: the table `storage.stores.SCHEME`.
-        open: makes a store from a URL, settings and a clock; raises ConfigError for a wrong URL.
+        settings: dataclass of the settings, each with a default. Users set them in the table
+            `storage.stores.SCHEME`.
+        open: returns a store for a URL, settings and a clock; raises ConfigError for a wrong URL.
     """
 
     settings: type[Settings]
@@ -43,7 +44,7 @@ class StoreKind(Generic[Settings]):
         """Return the settings of a store.
 
         Args:
-            table: settings by name, from a file or the environment.
+            table: settings by name, from a file or the environment; missing ones get their default.
             scheme: scheme of the store's URL, for errors.
 
         Raises:
@@ -55,7 +56,7 @@ class StoreKind(Generic[Settings]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """The settings of every kind of store, of which only those of the opened store take effect.
+    """The settings of every kind of store; only those of the opened store take effect.
 
     Attributes:
         stores: tables of settings for stores of installed packages, by the scheme of their URLs.
@@ -129,7 +130,7 @@ _STORES: dict[str, Callable[[str, StoreSettings, Clock], Store]] = {
 
 
 def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
-    """Return the store that `url` names, not yet open: entering its `running()` opens it.
+    """Return the store that `url` names. Entering its `running()` opens it.
 
     Args:
         url: URL of the store.
@@ -172,13 +173,15 @@ def _brought(scheme: str) -> StoreKind[Any] | None:
 
 
 def urls_in(url: str) -> Sequence[str]:
-    """Return the URLs of the stores that a layered store is made of; for other stores [url]."""
+    """Return the URLs of the stores that a layered store consists of; [url] for other stores."""
     scheme, _, rest = url.partition(":")
     return rest.split("|") if scheme == "layered" else [url]
 
 
 def open_guarded_store(url: str, settings: StoreSettings, clock: Clock) -> GuardedStore:
-    """Return the store that `url` names, not yet open, with deadlines and a breaker (GuardedStore).
+    """Return the store that `url` names, with deadlines and a breaker around it (`GuardedStore`).
+
+    Entering its `running()` opens it.
 
     Args:
         url: URL of the store.
@@ -216,9 +219,10 @@ class StorageSettings(StoreSettings):
         key_file: file with the key for signed and sealed, 64 hex digits. All nodes that share a
             store need the same key.
         key: the key itself, instead of key_file; meant for TIERKV_STORAGE__KEY.
-        touches_per_ttl: largest number of times that a used block's time to live is renewed within
-            one such time. With 0 a block expires even if it is used.
-        tenants: URLs of separate stores of some tenants, by short fingerprint.
+        touches_per_ttl: largest number of times that the time to live of a used block is renewed
+            within one time to live. With 0 a block expires even if it is used.
+        tenants: URLs of separate stores of some tenants, by short fingerprint, which is the second
+            field in the names of a tenant's values.
         peer_tensor_parallel: tensor-parallel sizes of other nodes. Their blocks are used if there
             are none of this node's own size.
         stores: a table of settings for each store that another package provides, by the scheme of

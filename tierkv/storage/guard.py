@@ -55,13 +55,14 @@ from tierkv.tasks import abandonable, background, outlast, supervised, task_grou
 _log = logging.getLogger(__name__)
 _MAX_TOKENS = 10.0
 _MAX_JITTER_S = 0.02
-# A slower failure was a deadline, and the caller does not wait for a second one.
+# A failure after more seconds is a timeout, and the caller does not wait for a second one.
 _RETRY_WITHIN_S = 0.1
-# Seconds of an operation after which the store is pinged, so that one that hangs is known sooner.
+# Seconds after which the store is pinged during an operation, to find out sooner that it hangs.
 _LONG_S = 0.25
-# An operation is cancelled at its deadline; one that ends more seconds later than this is stuck.
+# An operation is cancelled at its deadline. If it has not ended these seconds later, it is stuck.
 _STUCK_S = 0.05
-# The cost of a value beside its bytes, in bytes: 0.16 ms at 100 MB/s. 10,000 small ones take 0.4 s.
+# Bytes that count for each value in addition to its own: 0.16 ms at 100 MB/s. 10,000 small values
+# take 0.4 s.
 _ITEM_BYTES = 16 << 10
 _MAX_WAITING_READS = 1024
 _MAX_MISSING = 65_536  # names
@@ -71,29 +72,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ResilienceSettings:
-    """Deadlines of single operations at a store, its circuit breaker, and the queue of writes.
+    """Time limits of operations on a store, its circuit breaker, and the queue of writes.
 
     Attributes:
-        timeout_s: seconds for a read or question, without the time for its bytes. Set it above the
-            store's own time limit, whose errors say more. A request waits for at most
-            cache.fetch_deadline_s.
-        slowest_bytes_per_s: bytes per second that a store must reach. An operation may take its
-            timeout and, in addition, the time that its bytes take at this speed.
-        write_timeout_s: seconds for a batch of writes, without the time for its bytes.
+        timeout_s: seconds that a read or an existence check may take, without the time for its
+            bytes. Set it above the store's own time limit, whose errors say more. A request waits
+            for at most cache.fetch_deadline_s.
+        slowest_bytes_per_s: lowest accepted transfer rate, in bytes per second. An operation may
+            take its timeout and, in addition, the time that its bytes take at this rate.
+        write_timeout_s: seconds that a batch of writes may take, without the time for its bytes.
         failures_to_open: number of failed operations in a row after which the store is not used
             until it answers a probe.
         probe_interval_s: seconds between probes of a failed store.
         retries_per_operation: average number of retries per read: 0.1 allows one retry in ten
             reads.
         max_reads: largest number of reads under way at the store; up to 1,024 more wait.
-        write_batches: largest number of batches of writes under way, for each part of a layered
-            store.
+        write_batches: largest number of batches of writes under way, for each store that a layered
+            store consists of.
         max_waiting_write_bytes: largest number of bytes of waiting writes; beyond it, writes of the
             least valuable blocks are dropped.
         full_pause_s: seconds without writes after the store was full.
         negative_ttl_s: seconds for which the store is not asked again for a name that it has
             reported missing, for up to 65,536 names. Reading a ticket ends this for all names,
-            because the ticket's node has written values.
+            because the node that published the ticket has written values.
     """
 
     timeout_s: float = 3.0
@@ -120,8 +121,8 @@ class GuardedStore(StoreWrapper):
     """A `Store` that limits the time of each operation of another store, `inner`.
 
     After several failures in a row the circuit breaker opens: operations fail at once until the
-    store answers a probe. An operation that uses the caller's buffers may end after its deadline,
-    when `inner` has stopped using them.
+    store answers a probe. An operation that uses the caller's buffers may end later than its
+    deadline, because it waits until `inner` has stopped using them.
     """
 
     def __init__(self, inner: Store, settings: ResilienceSettings, clock: Clock) -> None:
@@ -180,7 +181,10 @@ class GuardedStore(StoreWrapper):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the inner store, the queue of writes and the probes. The breaker begins closed."""
+        """Open the inner store, and run the queue of writes and the probes until the body ends.
+
+        The breaker is closed at the beginning.
+        """
         self._breaker = Breaker(self._settings.failures_to_open, self._clock)
         self._opened, self._slow = asyncio.Event(), asyncio.Event()  # of this loop
         self._refused, self._write_refusal = asyncio.Event(), ""
@@ -243,10 +247,7 @@ class GuardedStore(StoreWrapper):
         return content
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """Return the result of `ask` on the inner store; try again once if it fails quickly.
-
-        A cancelled call raises at once, even if the operation goes on.
-        """
+        """Return the result of `ask` on the inner store; try again once if it fails quickly."""
         started = self._clock.monotonic()
         may_try_again = True
         while True:
@@ -267,6 +268,7 @@ class GuardedStore(StoreWrapper):
             await self._pause()
 
     def _apart(self, ask: Callable[[Store], Awaitable[T]]) -> Awaitable[T]:
+        # A cancelled call raises at once, even if the operation goes on.
         if self._tasks is None:
             raise self._closed()
         return abandonable(
@@ -277,7 +279,7 @@ class GuardedStore(StoreWrapper):
         )
 
     async def _answered(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """Return the result of `ask` on the inner store, with unexpected errors translated."""
+        """Return the result of `ask(inner)`; an unexpected error becomes StoreUnavailableError."""
         try:
             return await ask(self.inner)
         except TierKVError:
@@ -295,7 +297,7 @@ class GuardedStore(StoreWrapper):
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         """Read each value into the buffers of its item; return one outcome per item.
 
-        Items that fail quickly are tried once more, if the number of retries so far allows.
+        Items that fail quickly are read once more, unless too many reads were repeated lately.
         """
         started = self._clock.monotonic()
         with self._missing.asking() as note_missing:
@@ -312,7 +314,7 @@ class GuardedStore(StoreWrapper):
         return outcomes
 
     async def _get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        """Read values once; wait for a read that still uses the buffers after its deadline."""
+        """Read values once; return only when the store no longer uses the buffers."""
         num_bytes = sum(item.room_bytes + _ITEM_BYTES for item in items)
         try:
             await self._acquire_slot()
@@ -401,15 +403,18 @@ class GuardedStore(StoreWrapper):
     # Deadlines and retries
 
     def _deadline_s(self, num_bytes: int, timeout_s: float = 0.0) -> float:
-        """Return the seconds that an operation may take; 0 as `timeout_s` means that of reads."""
+        """Return the seconds that an operation may take.
+
+        `timeout_s` 0 stands for the limit of reads.
+        """
         timeout_s = timeout_s or self._settings.timeout_s
         return timeout_s + num_bytes / self._settings.slowest_bytes_per_s
 
     @asynccontextmanager
     async def _within(self, deadline_s: float, *, writes: bool = False) -> AsyncIterator[None]:
-        """Cancel the body after `deadline_s` seconds, and count that or an error as a failure.
+        """Cancel the body after `deadline_s` seconds.
 
-        A body that goes on after the cancel, because it uses buffers, is counted at once.
+        Count this, or an error of the body, as a failure.
         """
         is_stuck = False
 
@@ -417,11 +422,9 @@ class GuardedStore(StoreWrapper):
             return f"{self.url} did not answer within {deadline_s * 1000:.0f} ms"
 
         def note_stuck() -> None:
-            """Count a failure if the body goes on after the cancel.
-
-            Writes that hang do not open the breaker of a store that answers reads, as each answered
-            read sets the count back to 0.
-            """
+            """Count a failure of a body that goes on after the cancel, because it uses buffers."""
+            # Writes that hang do not open the breaker of a store that answers reads, because each
+            # answered read sets the number of failures back to 0.
             nonlocal is_stuck
             is_stuck = True
             self._fail(late(), of_read=not writes)
@@ -441,7 +444,7 @@ class GuardedStore(StoreWrapper):
                 self._fail(late(), of_read=not writes)
             raise StoreUnavailableError(late()) from error
         except StoreRefusedError:
-            raise  # no failure: the store has answered, and serves other operations
+            raise  # no failure: the store has answered, and can be used for other operations
         except StoreUnavailableError as error:
             self._fail(str(error), of_read=not writes)
             raise
@@ -451,11 +454,7 @@ class GuardedStore(StoreWrapper):
             self._num_stuck -= is_stuck and writes
 
     def _allow_retry(self, started: float) -> bool:
-        """Return True if a failed operation may be tried again, and count that retry.
-
-        Retries are allowed within _RETRY_WITHIN_S seconds of `started`, while the breaker is
-        closed, and `retries_per_operation` times per operation on average.
-        """
+        """Return True, and count a retry, if an operation failed quickly and retries are left."""
         was_quick = self._clock.monotonic() - started <= _RETRY_WITHIN_S
         if not was_quick or self._tokens < 1 or not self._breaker.is_closed:
             return False
@@ -518,11 +517,9 @@ class GuardedStore(StoreWrapper):
         return None
 
     async def _keep_watching(self) -> None:
-        """Ping the store while an operation takes longer than _LONG_S seconds.
-
-        If the ping fails and no other operation was answered, open the breaker at once. An
-        operation's deadline would come long after requests have stopped waiting.
-        """
+        """Ping the store while an operation takes longer than _LONG_S seconds."""
+        # If the ping fails and no other operation was answered, the breaker opens at once: the
+        # operation's deadline would come long after requests have stopped waiting.
         while True:
             await self._slow.wait()
             num_answers = self._breaker.num_answers
@@ -533,11 +530,9 @@ class GuardedStore(StoreWrapper):
             await asyncio.sleep(self._settings.probe_interval_s)
 
     async def _keep_probing_writes(self) -> None:
-        """While the store refuses writes, try to write a value as large as the refused one.
-
-        Callers may have stopped writing, so their writes alone would not show the end of the
-        refusal.
-        """
+        """While the store refuses writes, try to write a value as large as the refused one."""
+        # Callers may have stopped writing, so their writes alone would not show that the store
+        # accepts writes again.
         while True:
             await self._refused.wait()
             await asyncio.sleep(self._settings.probe_interval_s)
@@ -548,10 +543,10 @@ class GuardedStore(StoreWrapper):
                 with suppress(StoreUnavailableError):
                     await self.delete([name])
 
-    # Without deadlines: a listing takes long, and only an operator waits for it
+    # Listings have no deadline: they take long, and only an operator waits for them
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """Return one page of a listing (see `Store.list`) without a deadline, for operators."""
+        """Return one page of a listing, as `Store.list` does, without a deadline."""
         return await self._answered(lambda store: store.list(prefix, limit=limit, cursor=cursor))
 
     async def usage(self, prefix: str) -> Usage:
@@ -559,7 +554,7 @@ class GuardedStore(StoreWrapper):
 
 
 class SlotGate:
-    """A fixed number of slots, acquired in the order of the calls."""
+    """A fixed number of slots for operations under way, acquired in the order of the calls."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_free = num_slots
@@ -617,7 +612,14 @@ _TRANSITIONS = {
 class Breaker:
     """The state of a circuit breaker, which opens after `failures_to_open` failures in a row.
 
-    Its owner probes the store, and refuses operations while the breaker is not closed.
+    The owner of this object probes the store, and refuses operations while the breaker is not
+    closed.
+
+    Attributes:
+        state: closed, open, or half open (open, and a probe is under way).
+        num_opened: number of times that the breaker opened.
+        num_answers: number of reads that the store has answered.
+        reason: the last failure; "" before the first one.
     """
 
     def __init__(self, failures_to_open: int, clock: Clock) -> None:
@@ -644,8 +646,9 @@ class Breaker:
     def succeed(self, *, of_read: bool = True) -> None:
         """Count an operation that the store has answered.
 
-        An open breaker stays open until a probe is answered. An answered write does not cancel out
-        failed reads, because a disk that hangs still accepts writes into memory.
+        An open breaker stays open until a probe is answered. After a failed read, an answered write
+        does not set the number of failures back to 0, because a disk that hangs still accepts
+        writes into memory.
         """
         self.num_answers += of_read
         if self.is_closed and (of_read or not self._has_read_failed):
@@ -653,12 +656,14 @@ class Breaker:
             self._has_read_failed = False
 
     def fail(self, reason: str, *, of_read: bool = True, is_sure: bool = False) -> bool:
-        """Count an operation without an answer; return True if this opened the breaker.
+        """Count an operation that the store has not answered.
+
+        Return True if this opened the breaker.
 
         Args:
             reason: the failure, for logs.
             of_read: False for a write.
-            is_sure: True to open the breaker now, whatever the count.
+            is_sure: True to open the breaker now, whatever the number of failures.
         """
         if not self.is_closed:
             return False
@@ -697,14 +702,18 @@ class Breaker:
 
 @dataclass(eq=False, slots=True)
 class _WrittenSince:
-    """The names that were written since one question was sent to the store."""
+    """The names that were written since one question was sent to the store.
+
+    Attributes:
+        has_cleared: True if all names count as written.
+    """
 
     written: set[str] = field(default_factory=set)
     has_cleared: bool = False
 
 
 class NegativeCache:
-    """Names that the store has reported missing lately, so that it is not asked again.
+    """Names that the store has just reported missing, so that the store is not asked again.
 
     Args:
         ttl_s: seconds for which a name counts as missing.
@@ -730,7 +739,8 @@ class NegativeCache:
     def asking(self) -> Iterator[Callable[[str], None]]:
         """Yield a function that records a missing name; ask the store in the body.
 
-        A name that is written during the body is not recorded, as the answer may be older.
+        A name that is written during the body is not recorded, because the store may have answered
+        before the write.
         """
         since = _WrittenSince()
         self._asked.append(since)
@@ -754,7 +764,7 @@ class NegativeCache:
             self._until.popitem(last=False)
 
     def forget(self, name: str) -> None:
-        """Remove `name`, which is being written."""
+        """Remove `name`, because it is being written."""
         self._until.pop(name, None)
         for since in self._asked:
             since.written.add(name)
@@ -789,16 +799,14 @@ class _Write:
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """The order in which waiting writes are dropped, lowest first.
-
-        Items that replace a value (tickets) are dropped last. Other items are dropped in the order
-        of worth, the lowest first; of equal ones the newest first.
-        """
+        """The order in which waiting writes are dropped, lowest first."""
+        # Items that replace a value (tickets) are dropped last. Other items are dropped in the
+        # order of worth, the lowest first; of equal ones the newest first.
         return (not self.item.keep_existing, self.item.worth, -self.serial)
 
 
 class WriteQueue:
-    """A queue of writes, and tasks that write them in batches, oldest first.
+    """A queue of writes, and tasks that write the oldest ones in batches.
 
     The queue uses the caller's buffers until `put` has returned.
 
@@ -833,7 +841,7 @@ class WriteQueue:
     async def running(self) -> AsyncIterator[None]:
         """Write queued items until the body ends.
 
-        At the end, fail the waiting writes, and wait for batches under way.
+        At the end, writes that still wait fail, and batches under way are awaited.
         """
         self._came = asyncio.Event()  # of this loop
         writers = {f"tierkv-write-{i}": self._keep_writing() for i in range(self._num_writers)}
@@ -849,7 +857,8 @@ class WriteQueue:
         """Queue `items`, wait until they are written, and return their outcomes.
 
         If more than `max_bytes` bytes wait, the least valuable writes are dropped with the outcome
-        FULL. A cancel withdraws waiting writes; the call raises when batches under way have ended.
+        FULL. A cancel withdraws writes that still wait; the call raises when its batches under way
+        have ended.
         """
         if not self._is_open:
             return [PutOutcome(PutStatus.FAILED, f"{self._owner} is closed")] * len(items)
@@ -874,7 +883,7 @@ class WriteQueue:
         return [write.outcome.result() for write in writes]
 
     def give_up(self, reason: str) -> None:
-        """Fail all waiting writes for `reason`."""
+        """End all waiting writes with the outcome FAILED and `reason`."""
         for serial in list(self._waiting):
             self._settle(serial, PutOutcome(PutStatus.FAILED, reason))
 

@@ -1,4 +1,4 @@
-"""A near store in front of a far one, such as files in front of Redis.
+"""A store that consists of a near and a far store, such as files in front of Redis.
 
 get: near --miss--> far --hit--> caller, and a copy is made in near
 put: far, then near
@@ -72,11 +72,11 @@ class LayeredSettings:
 
 
 class LayeredStore(StoreWrapper):
-    """A `Store` made of a far store and a near one, which has copies of values that never change.
+    """A `Store` that consists of a far store, and a near store with copies of the far one's values.
 
-    A value counts as stored when the far store has it. Only the far store has values that can be
-    replaced (tickets), and `get` reads only there. If the near store fails, reads are slower, but
-    none fails.
+    Only values that never change (blocks) are copied. A value counts as stored when the far store
+    has it. Values that can be replaced (tickets) are in the far store only, and `get` reads only
+    there. If the near store fails, reads are slower, but none fails.
     """
 
     def __init__(self, near: Store, far: Store, settings: LayeredSettings) -> None:
@@ -197,7 +197,7 @@ class LayeredStore(StoreWrapper):
 
         Raises:
             StoreUnavailableError: the far store does not answer.
-            StoreRefusedError: only the near store does not answer.
+            StoreRefusedError: the near store does not answer; the far store has removed the values.
         """
         check_names(names)
         num_there = sum(await self.present([*dict.fromkeys(names)]))  # some are in one store only
@@ -210,7 +210,10 @@ class LayeredStore(StoreWrapper):
         return max(num_there, num_far)
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        """Remove damaged copies, and return True for all: the other store may have another copy."""
+        """Remove the copies that the last reads returned; return True for each name.
+
+        The store that did not return the damaged copy may have another one.
+        """
         check_names(names)
         self._copies.forget(names)
         far = {name for name in names if name in self._came_from_afar}
@@ -228,10 +231,9 @@ class LayeredStore(StoreWrapper):
         return [True] * len(names)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """Return one page of the far store's values, then of those that only the near store has.
+        """Return one page of the far store's values, then of values that only the near store has.
 
-        See `Store.list`. Values that only the near store has can still be read, so an operator who
-        wants to remove all values must see them.
+        The latter can still be read, so an operator who wants to remove all values must see them.
         """
         check_prefix(prefix)
         check_limit(limit)
@@ -258,7 +260,11 @@ class LayeredStore(StoreWrapper):
 
 
 class NearCopies:
-    """A task that writes copies of the far store's values to the near store, one by one."""
+    """A queue of copies of the far store's values, and a task that writes them to the near store.
+
+    Attributes:
+        num_forgets: number of calls of `forget`.
+    """
 
     def __init__(self, near: Store, settings: LayeredSettings) -> None:
         self._near = near
@@ -287,14 +293,14 @@ class NearCopies:
     ) -> None:
         """Copy values that were read from the far store, and queue the copies for the near store.
 
-        When this returns, the caller's buffers may be used again. Values beyond `max_fill_bytes`
-        are not copied.
+        When this returns, the caller's buffers may be used again. Values that would exceed
+        `max_fill_bytes` are not copied.
 
         Args:
             came: items that were read, each with the length of its value in bytes.
             damaged: names with a damaged value in the near store, which the copy replaces.
-            num_forgets: `self.num_forgets` before the read. If it has changed, values may have been
-                deleted since, and no copy is queued.
+            num_forgets: `self.num_forgets` before the read. If that number has changed, values may
+                have been deleted since, and no copy is queued.
 
         Raises:
             CancelledError: the caller was cancelled; no copy is queued, and no buffer is in use.
@@ -326,9 +332,9 @@ class NearCopies:
         self._came.set()
 
     def forget(self, names: Sequence[str]) -> None:
-        """Drop the copies of `names`, whose values are deleted or replaced.
+        """Discard the copies of `names`, because these values are deleted or replaced.
 
-        A copy that is being written is deleted afterwards.
+        A copy that is being written is deleted from the near store afterwards.
         """
         self.num_forgets += 1
         for name in names:
@@ -356,7 +362,7 @@ class NearCopies:
 
 
 class OpensLater(StoreWrapper):
-    """A `Store` that opens another one as soon as that is possible, trying every second.
+    """A `Store` that tries every second to open another store, `inner`, until it succeeds.
 
     Operations fail until then. A node can thus start while its near store is down.
     """
@@ -367,9 +373,9 @@ class OpensLater(StoreWrapper):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Try to open the store, and run the body even if that failed.
+        """Try to open the store once, and run the body even if that failed.
 
-        Opening is then tried every second during the body.
+        During the body, opening is tried again every second.
 
         Raises:
             ConfigError: the store's settings are wrong.

@@ -66,7 +66,7 @@ async def values_under(
 async def _pages_under(
     store: Store, prefix: str, is_meant: IsMeant
 ) -> AsyncIterator[Sequence[StoredValue]]:
-    """Yield the chosen values page by page; they may be removed between two pages."""
+    """Yield pages of the values that `is_meant` accepts; they may be removed between two pages."""
     cursor: str | None = None
     while True:
         page = await store.list(prefix, limit=_PAGE, cursor=cursor)
@@ -91,7 +91,7 @@ async def usage_by_group(
         is_meant: returns True for the values to count.
 
     Returns:
-        Numbers and bytes of values by these two fields, joined by a colon.
+        The number and the bytes of values, by their first two fields joined by a colon.
 
     Raises:
         StoreUnavailableError: the store does not answer.
@@ -110,7 +110,8 @@ class Verified:
 
     Attributes:
         num_whole: values without a fault.
-        num_keyed: values that need a tenant's key for a full check; their headers are correct.
+        num_keyed: values with a correct header whose full check needs a tenant's key, which
+            `verify` does not have.
         num_others: values that are not blocks, such as lists of tails and tickets.
         num_removed: values that were removed before they were read.
         damaged: names of damaged values, each with the reason.
@@ -138,8 +139,8 @@ async def verify(
     """Read every block under `prefix`, and compare its header with its name and its bytes.
 
     Args:
-        store: a store that is not made of several ones, because only one copy of each value is
-            read.
+        store: a store that does not consist of several stores, because only one copy of each value
+            is read.
         prefix: start of the names, as in `Store.list`.
         key: the deployment's key, for signed and sealed values; None if it is not known.
         removes_damaged: True to remove damaged values at the end.
@@ -149,7 +150,7 @@ async def verify(
 
     Raises:
         StoreUnavailableError: the store does not answer.
-        ConfigError: the key is malformed, or a package is missing for it.
+        ConfigError: the key is malformed, or a package that it needs is missing.
     """
     found = Verified()
     codecs = _codecs(key)
@@ -284,7 +285,7 @@ async def remove(
     so_far: Callable[[int], object] = lambda _: None,
     is_meant: IsMeant = lambda _: True,
 ) -> int:
-    """Delete the chosen values under `prefix`, and return their number.
+    """Delete the values under `prefix` that `is_meant` accepts, and return their number.
 
     Args:
         store: the store to delete from.
@@ -304,10 +305,11 @@ async def remove(
 
 
 async def remove_all(store: Store, prefix: str, is_meant: IsMeant = lambda _: True) -> int:
-    """Delete the chosen values under `prefix`, and repeat until none is found.
+    """Delete the values under `prefix` that `is_meant` accepts, until a listing finds none.
 
-    A slow server may carry out a write after its writer has disconnected. Values that are written
-    at the same time may be left: there are at most _MAX_PASSES passes.
+    The listing is repeated because a slow server may carry out a write after the writer has
+    disconnected. There are at most _MAX_PASSES listings, so values that are written all the time
+    may be left.
 
     Args:
         store: the store to delete from.

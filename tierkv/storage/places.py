@@ -51,9 +51,9 @@ _LATE_S = 0.2
 
 
 async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
-    """Call `attach` when a node starts, and repeat it for _START_S seconds if the store is slow.
+    """Call `attach` when a node starts, again and again for _START_S seconds if the store is slow.
 
-    An error within _LATE_S seconds counts as a refusal, which is not repeated.
+    An error within _LATE_S seconds counts as a refusal, after which `attach` is not called again.
 
     Raises:
         StoreUnavailableError: the store refuses, or has not answered in time.
@@ -70,7 +70,7 @@ async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
 
 
 class _NoStore(StoreWrapper):
-    """The store used while none is attached: every operation fails."""
+    """The store that is used while no store is attached: every operation fails."""
 
     url = "none"
     capabilities = Capabilities(is_shared=False, is_durable=False)
@@ -93,7 +93,7 @@ class _NoStore(StoreWrapper):
 
 
 class _Attached:
-    """A store, kept open by a task until the store is detached and no operation uses it.
+    """A store that a task keeps open until the store is detached and no operation uses it.
 
     Attributes:
         error: the reason why the store could not be opened; None if it was.
@@ -165,15 +165,16 @@ class Places:
     """A `Store` that passes each name to one of several attached stores, which work in parallel.
 
     The first two fields of a name, `prefix:fingerprint`, are its route. A name goes to the store
-    attached for its route (a tenant's), if there is one, otherwise to the common store, which has
-    the route "". Without a store every operation fails. An operation ends on the store on which it
-    began, even if that store is detached in the meantime.
+    that is attached for its route (a tenant's store). If there is none, the name goes to the common
+    store, which has the route "". Without a common store such an operation fails. An operation ends
+    on the store on which it began, even if that store is detached in the meantime.
     """
 
     def __init__(self, store: Store | None = None) -> None:
         """Create an object without attached stores.
 
-        `running()` attaches `store` as the common one.
+        Args:
+            store: the common store, which `running()` attaches; None for none.
         """
         self._first = store
         self._nothing = self._common = _Attached(_NoStore())
@@ -207,9 +208,9 @@ class Places:
     async def attach(self, store: Store, route: str = "") -> None:
         """Open `store`, and use it for the names of a route from now on.
 
-        The store attached there before is detached. After any error, those of `store.running()`
-        included, it stays attached. If `store` was detached and is still closing, wait for that
-        first.
+        The store that had the route before is detached. If the call raises, also with an error of
+        `store.running()`, that store stays attached. If `store` was detached and is still closing,
+        the call waits for that first.
 
         Args:
             store: the store to open.
@@ -286,23 +287,23 @@ class Places:
         return self._common.store.health
 
     def now(self) -> float:
-        """Return the time of the common store, which has the tickets."""
+        """Return the time of the common store, in Unix seconds. Tickets are in that store."""
         return self._common.store.now()
 
     def notifier(self) -> Notifier:
-        """Return the notifier of the common store, which has the tickets.
+        """Return the notifier of the common store. Tickets are in that store.
 
         If that store is detached, present listeners receive no more messages and have to poll.
         """
         return _NotifierOfCommon(lambda: self._common.notifier)
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
-        """Announce memory (see `Store.use_memory`) to the stores that are attached now."""
+        """Announce the memory of buffers to all attached stores, see `Store.use_memory`."""
         for one in self._places:
             one.store.use_memory(pools)
 
     def when_back(self, call: Callable[[], None]) -> None:
-        """Register `call` (see `Store.when_back`) with the stores that are attached now."""
+        """Register `call` with all attached stores, which call it when they answer again."""
         for one in self._places:
             one.store.when_back(call)
 
@@ -364,7 +365,7 @@ class Places:
         return sum(count for _, count in answers)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """Return one page of a listing, store by store; see `Store.list`."""
+        """Return one page of a listing of all attached stores, one store after the other."""
         index, _, inner = ("0", "", "") if cursor is None else cursor.partition("/")
         places = self._places
         if not (index.isascii() and index.isdecimal() and int(index) < len(places)):
@@ -396,9 +397,9 @@ class Places:
         asked: Sequence[Asked],
         ask: Callable[[Store, Sequence[Asked]], Awaitable[T]],
     ) -> Sequence[tuple[Sequence[int], T]]:
-        """Ask each store about its own names or items, all at the same time.
+        """Ask all stores at once.
 
-        Return, for each store, the indexes of these items in `asked` and the store's answer.
+        Return, for each, indexes of its items in `asked`, and its answer.
         """
         groups: dict[_Attached, list[int]] = {}
         for index, one in enumerate(asked):
@@ -425,13 +426,13 @@ class Places:
 
 
 def _joined(answers: Sequence[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
-    """Return what `_answers` returned, one answer per item, in the order of the items."""
+    """Return one answer per item, in the order of the items, from a result of `_answers`."""
     by_index = {i: one for at, some in answers for i, one in zip(at, some, strict=True)}
     return [by_index[i] for i in range(len(by_index))]
 
 
 class _NotifierOfCommon:
-    """The `Notifier` of `Places`: it passes calls to the notifier of the present common store."""
+    """The `Notifier` of `Places`: it passes calls to the present common store's notifier."""
 
     def __init__(self, current: Callable[[], Notifier]) -> None:
         self._current = current

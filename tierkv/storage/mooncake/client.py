@@ -1,4 +1,4 @@
-"""Types for the functions of Mooncake's Python package that tierkv calls, and their settings.
+"""Types for the parts of Mooncake's Python package that tierkv uses, and the store's settings.
 
 The package itself has no type hints.
 """
@@ -14,11 +14,11 @@ from tierkv.errors import ConfigError
 
 
 class Config(Protocol):
-    """The type of `mooncake.store.ReplicateConfig`: how Mooncake keeps a value.
+    """The type of `mooncake.store.ReplicateConfig`: options for storing a value.
 
     Attributes:
         replica_num: number of copies.
-        soft_pin_action: a member of `SoftPinAction`; ENABLE lets the value be evicted last.
+        soft_pin_action: a member of `SoftPinAction`; ENABLE lets Mooncake evict the value last.
     """
 
     replica_num: int
@@ -66,12 +66,12 @@ class MooncakeClient(Protocol):
     def unregister_buffer(self, buffer_ptr: int) -> int: ...
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
-        """Return for each key 1 if it has a value, 0 if not, or an error number."""
+        """Return for each key 1 if it has a value, 0 if it has none, or an error number."""
 
     def batch_get_into_multi_buffers(
         self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
     ) -> list[int]:
-        """Read each value into its buffers; return the value's length or an error number.
+        """Read each value into its buffers; return for each its length or an error number.
 
         Args:
             keys: names of the values.
@@ -86,22 +86,24 @@ class MooncakeClient(Protocol):
         all_sizes: list[list[int]],
         config: Config,
     ) -> list[int]:
-        """Write each value from its buffers, unless the value exists; return 0 or an error number.
+        """Write each value that does not exist from its buffers.
+
+        Return 0 or an error number for each.
 
         Args:
             keys: names of the values.
             all_buffer_ptrs: addresses of the buffers of each value.
             all_sizes: bytes of these buffers.
-            config: how Mooncake keeps the values.
+            config: options for storing the values.
         """
 
     def put(self, key: str, value: bytes, config: Config) -> int:
-        """Write a value unless it exists; return 0 (also if it exists) or an error number.
+        """Write a value if it does not exist; return 0 (also if it exists) or an error number.
 
         Args:
             key: name of the value.
             value: its bytes, at least one.
-            config: how Mooncake keeps the value.
+            config: options for storing the value.
         """
 
     def upsert(self, key: str, value: bytes, config: Config) -> int:
@@ -110,7 +112,7 @@ class MooncakeClient(Protocol):
         Args:
             key: name of the value.
             value: its bytes, at least one.
-            config: how Mooncake keeps the value.
+            config: options for storing the value.
         """
 
     def get(self, key: str) -> bytes:
@@ -124,7 +126,7 @@ class MooncakeClient(Protocol):
 
         Args:
             keys: names of the values.
-            force: True to remove values that are protected because they were just read, too.
+            force: True to remove also values that were just read, which are protected otherwise.
         """
 
 
@@ -160,13 +162,14 @@ class MooncakeSettings:
 
     Attributes:
         local_host: the address at which providers reach this node.
-        num_threads: number of calls that read at the same time; as many others write. A call waits
-            for its bytes in a busy loop and takes a core. At most 32, or 6 with the longest
-            connect_timeout_s.
+        num_threads: number of calls that read at the same time; as many others write. A call
+            occupies a processor core while it waits for its bytes. At most 32, or 6 with the
+            longest connect_timeout_s.
         replicas: number of copies of each value.
         connect_timeout_s: seconds in which the master must be reached and answer, and in which a
-            provider must move a byte (whole seconds, at most 10). The package reads them from the
-            environment once (MC_RPC_TIMEOUT_MS, otherwise 30 s; MC_TCP_PROGRESS_TIMEOUT_SEC).
+            provider must move a byte (whole seconds, at most 10). Mooncake's package reads these
+            limits once per process, from MC_RPC_TIMEOUT_MS and MC_TCP_PROGRESS_TIMEOUT_SEC in the
+            environment; tierkv sets these variables if they are not set.
         protocol: tcp or rdma.
         rdma_devices: the devices for rdma, separated by commas.
     """
@@ -194,12 +197,12 @@ class MooncakeSettings:
 
     @property
     def halt_s(self) -> int:
-        """The seconds without a byte from a provider after which a call gives up."""
+        """The seconds without a byte from a provider after which a call fails."""
         return math.ceil(min(self.connect_timeout_s, _LONGEST_HALT_S))
 
     @property
     def is_rdma(self) -> bool:
-        """True for RDMA, whose network card moves only registered memory.
+        """True if values move by RDMA, for which memory must be registered with the network card.
 
         Over TCP no memory is registered, because every host that reaches the client's ports can
         read and write registered memory.
@@ -208,13 +211,16 @@ class MooncakeSettings:
 
     @property
     def max_pieces(self) -> int:
-        """The largest number of buffers in one call of the client; see _MAX_PIECES."""
+        """The largest number of buffers in one call of the client.
+
+        A call with more buffers could return while their bytes are still moving.
+        """
         in_flight = min(_MAX_PIECES, _MAX_PIECES_AND_HALTS // self.halt_s)
         return in_flight // (2 * self.num_threads)
 
 
 def environment(settings: MooncakeSettings) -> dict[str, str]:
-    """Return the environment variables that Mooncake's package reads when a client is made."""
+    """Return the environment variables that Mooncake's package reads when a client is created."""
     limit_s = settings.connect_timeout_s
     halt_s = str(settings.halt_s)
     return {

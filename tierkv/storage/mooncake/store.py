@@ -1,10 +1,10 @@
 """The store on Mooncake, a cluster of a master and providers.
 
-Providers lend memory for values; the master knows which provider has a value. Values move between
+Providers lend memory for values; the master records which provider has a value. Values move between
 the caller's buffers and the providers over TCP or RDMA, without a copy in tierkv. Mooncake has no
 empty values, no times to live (it evicts the least recently used values), and no listing. Its calls
-block, so threads make them; a frozen provider holds such a thread, and the caller's buffers, for
-some seconds.
+block, so threads make them. A provider that stops answering blocks such a thread, and the use of
+the caller's buffers, for some seconds.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ Pieces = Sequence[memoryview]
 
 
 class MooncakeValues:
-    """The blocking half of the store: values by batch calls of Mooncake's client. Thread-safe.
+    """The blocking part of the store, which reads and writes batches with Mooncake's client.
 
-    The client is connected from the constructor to `close`. When a call returns, none of its bytes
-    is still moving. A frozen provider holds one call for `halt_s` seconds; later batches of the
-    same caller then fail at once.
+    Thread-safe. The client is connected from the constructor to `close`. When a call returns, none
+    of its bytes is still moving. A provider that stops answering blocks one call for `halt_s`
+    seconds; later batches of the same caller then fail at once.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MooncakeValues:
             address: host and port of the master.
             url: URL of the store, for errors.
             settings: addresses, protocol, replicas and time limits of the client.
-            pools: the memory on this node that holds most values, to be registered for RDMA.
+            pools: the memory of this node that contains most values, to be registered for RDMA.
 
         Raises:
             StoreUnavailableError: the master cannot be reached, or the package cannot be loaded.
@@ -144,7 +144,7 @@ class MooncakeValues:
         self.present(["ping"])  # its `health_check` does not ask the master
 
     def present(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name True if there is a value.
+        """Return, for each name, True if it has a value.
 
         Raises:
             StoreUnavailableError: the master does not answer.
@@ -158,7 +158,7 @@ class MooncakeValues:
         return [status == 1 for status in statuses]
 
     def _states(self, names: Sequence[str]) -> Sequence[int]:
-        """Return the master's answers: 1 for a value, 0 for none, or an error number."""
+        """Return the master's answer for each name: 1 for a value, 0 for none, or an error."""
         return self._client.batch_is_exist(list(names)) if names else []
 
     def delete(self, names: Sequence[str]) -> int:
@@ -187,12 +187,12 @@ class MooncakeValues:
         return _batches(items, [len(item.parts) for item in items], self._max_pieces)
 
     def get(self, items: Sequence[GetItem], given_up: Event) -> list[GetOutcome]:
-        """Read values into their buffers.
+        """Read values into their buffers, and return one outcome per value.
 
         Args:
             items: one batch of `batches_to_get`.
-            given_up: shared by all batches of a caller. Set here if a batch stays without an
-                answer; later batches then fail at once.
+            given_up: shared by all batches of a caller. The call sets it if it took long and had no
+                answer; batches that begin later then fail at once.
         """
         if given_up.is_set():
             return [GetOutcome(GetStatus.FAILED, self._unsent(item.name)) for item in items]
@@ -206,9 +206,12 @@ class MooncakeValues:
     def _read(
         self, names: Sequence[str], rooms: Sequence[Pieces], given_up: Event
     ) -> Sequence[int]:
-        """Read values into buffers of their length; return each length or an error number."""
+        """Read values into buffers of exactly their length.
+
+        Return for each its length or an error number.
+        """
         landings = [
-            # More buffers than a call takes are replaced by one of the same size.
+            # More buffers than a call may have are replaced by one of the same total size.
             views
             if len(views) <= self._max_pieces
             else [memoryview(bytearray(sum(map(len, views))))]
@@ -232,7 +235,7 @@ class MooncakeValues:
     def _get_outcome(self, item: GetItem, room: Pieces, status: int, given_up: Event) -> GetOutcome:
         num_bytes = status
         if not (given_up.is_set() or status in _ABSENT or status in _NO_ANSWER):
-            if status < 0:  # rooms that are too long or too short are errors of many kinds
+            if status < 0:  # buffers that are too long or too short cause many different errors
                 num_bytes = self._client.get_size(item.name)
             if 0 < num_bytes < item.room_bytes:
                 [status] = self._read([item.name], [room_for(num_bytes, room)], given_up)
@@ -245,11 +248,11 @@ class MooncakeValues:
         return GetOutcome(GetStatus.FAILED, f"{item.name}: Mooncake's error {status}")
 
     def get_small(self, name: str, max_bytes: int) -> bytes | None:
-        """Return a small value, None if there is none.
+        """Return a small value; None if there is none.
 
         Args:
             name: name of the value.
-            max_bytes: largest length that is accepted.
+            max_bytes: largest accepted length of the value.
 
         Raises:
             StoreCorruptError: the value is longer than `max_bytes`.
@@ -279,14 +282,15 @@ class MooncakeValues:
         )
 
     def put(self, items: Sequence[PutItem], given_up: Event) -> list[PutOutcome]:
-        """Write values.
+        """Write values, and return one outcome per value.
 
         If several callers write one name at the same time, one of them sends the value; Mooncake
         answers the others at once that the value is stored.
 
         Args:
             items: one batch of `batches_to_put`.
-            given_up: as in `get`.
+            given_up: shared by all batches of a caller. The call sets it if it took long and had no
+                answer; batches that begin later then fail at once.
         """
         if given_up.is_set():
             return [PutOutcome(PutStatus.FAILED, self._unsent(item.name)) for item in items]
@@ -301,7 +305,10 @@ class MooncakeValues:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _put_one(self, item: PutItem, state: int) -> PutOutcome | None:
-        """Write a value in a call of its own if it needs one; None if it is left to the batch."""
+        """Return the outcome of a value that cannot be written in a batch.
+
+        None for one that can.
+        """
         if not item.num_bytes:
             reason = f"{item.name} is empty, and Mooncake stores no empty values"
             return PutOutcome(PutStatus.FAILED, reason)
@@ -339,7 +346,7 @@ class MooncakeValues:
     def _put_new(self, item: PutItem) -> PutOutcome:
         content = b"".join(item.completed())
         status = self._client.put(item.name, content, self._config(is_pinned=True))
-        # The first value stays, and later ones are answered 0, too.
+        # If there is a value, Mooncake keeps it, and returns 0, too.
         if status == 0 and self._client.get(item.name) != content:
             return PutOutcome(PutStatus.EXISTED)
         return _put_outcome(item, status)
@@ -352,7 +359,7 @@ class MooncakeValues:
         return config
 
     def _check_slow(self, statuses: Sequence[int], started: float, given_up: Event) -> None:
-        """Set `given_up` if a call without an answer was slow: the caller needs its buffers."""
+        """Set `given_up` if a call took long and had no answer."""
         is_silent = any(status == _NOT_MOVED or status in _NO_ANSWER for status in statuses)
         if is_silent and time.monotonic() - started >= self._settings.halt_s / 2:
             given_up.set()
@@ -365,8 +372,8 @@ class KnownMemory:
     """The memory of this node that is registered with Mooncake's client, as RDMA requires.
 
     The memory consists of the node's `pools`, and of scratch memory for the bytes of values outside
-    the pools, enough for `num_users` calls at a time. Without pools no memory is registered, and
-    values are read and written in place.
+    the pools. The scratch memory is enough for `num_users` calls at a time. Without pools no memory
+    is registered, and values are read and written in place.
     """
 
     def __init__(self, client: MooncakeClient, pools: Pieces, *, num_users: int) -> None:
@@ -405,8 +412,9 @@ class KnownMemory:
     ) -> Iterator[tuple[Sequence[Pieces], Sequence[tuple[memoryview, memoryview]]]]:
         """Yield views of registered memory for the pieces of values.
 
-        A piece outside the pools gets a view of scratch memory; the caller copies its bytes. Blocks
-        while all scratch memory is in use.
+        A piece outside the pools gets a view of scratch memory, and the caller copies the bytes
+        between piece and view. A piece that does not fit into the scratch memory is used in place.
+        The call blocks while all scratch memory is in use.
 
         Args:
             values: the pieces of each value.
@@ -445,11 +453,9 @@ def pointer(view: Buffer) -> int:
 
 
 def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
-    """Check that the master answers, before Mooncake's client connects to it.
-
-    The client would retry for minutes, and with a frozen master its `setup` stops all Python
-    threads for 4 s.
-    """
+    """Check that the master answers, before Mooncake's client connects to it."""
+    # The client would retry for minutes, and with a frozen master its `setup` stops all Python
+    # threads for 4 s.
     with socket.create_connection(address, timeout_s) as connection:
         connection.sendall(b"?")  # a master closes a connection after bytes that are no question
         with suppress(ConnectionResetError):
@@ -459,14 +465,11 @@ def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
 def _batches(
     items: Sequence[Item], num_pieces: Sequence[int], max_pieces: int
 ) -> list[Sequence[Item]]:
-    """Divide items into batches for one call of the client each.
-
-    An item with more than `max_pieces` buffers counts as one piece, because it moves through one
-    buffer.
-    """
+    """Divide items into batches, each for one call of the client."""
     batches: list[Sequence[Item]] = []
     first = count = 0
     for at, pieces in enumerate(num_pieces):
+        # An item with more than `max_pieces` buffers moves through one buffer, see `_read`.
         more = pieces if pieces <= max_pieces else 1
         if at > first and (at - first == _AT_ONCE or count + more > max_pieces):
             batches.append(items[first:at])
@@ -515,8 +518,8 @@ class MooncakeStore(BaseStore):
         """
         self._address = _master(url)
         self._settings = settings
-        # A frozen provider holds a thread for seconds: reads and writes have threads of their own,
-        # and so have questions to the master, which wait for no provider.
+        # A frozen provider blocks a thread for seconds. Reads, writes, and questions to the master,
+        # which wait for no provider, therefore have separate threads.
         self._askers = WorkerThreads(self.url, settings.num_threads)
         self._opener = WorkerThreads(self.url, 1)
         self._readers = WorkerThreads(self.url, settings.num_threads)
@@ -599,7 +602,7 @@ class MooncakeStore(BaseStore):
         return await self._writers.run(lambda: values.delete(names))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """Return how many of the values exist; Mooncake has no times to live."""
+        """Return the number of these values that exist. Mooncake has no times to live to set."""
         check_ttl(ttl_s)
         return sum(await self.present(names))
 
