@@ -40,15 +40,15 @@ _MAX_CAUTION = 6
 
 @dataclass(slots=True)
 class Decisions:
-    """Counts of the ways to obtain missing blocks, since the start of the node.
+    """Counts of the ways in which missing blocks were obtained, since the start of the node.
 
-    Each count is a number of runs (consecutive blocks of one prompt).
+    Consecutive blocks of one prompt count once.
 
     Attributes:
         load_host: loaded to the device from the host.
         fetch_storage: fetched from storage.
         wait_device: waited for while another request computed them.
-        wait_storage: waited for while another request's fetch brought them.
+        wait_storage: waited for while another request fetched them.
         recompute_device: computed although another request was computing them.
         recompute_storage: computed because storage was estimated to be slower, with or without
             asking it.
@@ -74,7 +74,8 @@ class Promise(msgspec.Struct, eq=False):
         first: index of the first block that is not computed yet; grows with each commit.
         stop: index after the last promised block.
         begun: start of the computation, in seconds of the loop's clock.
-        key: the index node above block `first`, and the block's tokens.
+        key: the index node that ends before block `first`, and the tokens of block `first`; waiting
+            requests find the promise by them.
         begun_at: index of the block that the computation began with.
         is_over: True once all blocks are computed, or the request has ended.
         num_waiting: number of requests that wait for these blocks.
@@ -99,7 +100,8 @@ class PromiseWait:
         stop: index after the last block to wait for.
         patience_s: upper limit of the wait in seconds.
         is_sooner: True if the wait is expected to be no longer than `compute_s`.
-        compute_s: estimated seconds to compute the same blocks.
+        compute_s: estimated seconds that the waiting request would need to compute the blocks
+            itself.
     """
 
     promise: Promise
@@ -114,15 +116,15 @@ class PromiseWait:
 
 
 class Computing:
-    """The promises of all running requests of a node: the blocks that these requests will compute.
+    """The blocks that the running requests of a node will compute (their promises).
 
     A promise is found by the index node above its next block, and that block's tokens. The
-    computing request may be slow, fail or end early, so every wait for it has a time limit.
+    computing request may be slow, fail or end early, so every wait for its blocks has a time limit.
 
     Args:
-        prefill: the estimate of computing times, updated when a promise is kept. No request waits
-            before the engine has reported its speed.
-        on_progress: called when a promise with waiting requests has advanced or ended.
+        prefill: the estimate of computing times, updated when all blocks of a promise are computed.
+            No request waits before the engine has reported its speed.
+        on_progress: called when blocks that requests wait for were computed, or will not be.
         decisions: the counts to update.
     """
 
@@ -154,7 +156,7 @@ class Computing:
             now: seconds on the loop's clock.
 
         Returns:
-            The promise; None if the prompt has no full block to compute.
+            The promise of these blocks; None if the prompt has no full block to compute.
         """
         if first >= prompt.num_blocks:
             return None
@@ -174,7 +176,7 @@ class Computing:
             others.append(promise)
 
     def advance(self, promise: Promise, node: TreeNode, first: int) -> None:
-        """Record that the promised blocks before index `first` are computed and can be matched.
+        """Record that the promised blocks before index `first` are computed and in the index.
 
         Args:
             promise: the promise of a running request.
@@ -197,7 +199,7 @@ class Computing:
     def brought(self, promise: Promise, first: int) -> None:
         """Record that the blocks before index `first` came from storage instead of being computed.
 
-        The engine's speed is measured from now on, over the remaining blocks.
+        From now on the engine's speed is measured over the remaining blocks.
 
         Args:
             promise: the promise of a running request.
@@ -207,10 +209,7 @@ class Computing:
         promise.begun = asyncio.get_running_loop().time()
 
     def end(self, promise: Promise) -> None:
-        """Stop listing a promise, even if some of its blocks were not computed.
-
-        Further calls do nothing.
-        """
+        """End a promise, even if some of its blocks were not computed. Further calls do nothing."""
         if promise.is_over:
             return
         promise.is_over = True
@@ -220,15 +219,13 @@ class Computing:
             self._on_progress()
 
     def _observe(self, promise: Promise) -> None:
-        """Report the computing time to the speed estimate, if it covers enough of the prompt.
-
-        The time of a few tokens after a long match is mostly the request's other delays, so it
-        counts only if `PrefillSpeed.sample_tokens` chose their number.
-        """
+        """Report the computing time to the speed estimate, if it covers enough of the prompt."""
         num_blocks = promise.stop - promise.begun_at
         if not num_blocks:
             return
         num_tokens = num_blocks * promise.prompt.block_size
+        # The time of a few tokens after a long match is mostly the request's other delays, so it
+        # counts only if `PrefillSpeed.sample_tokens` chose their number.
         if 2 * num_blocks >= promise.stop or num_tokens in self.prefill.sample:
             took_s = asyncio.get_running_loop().time() - promise.begun
             self.prefill.observe(num_tokens, took_s)
@@ -249,8 +246,8 @@ class Computing:
             stop: index after the last block that the request could use.
 
         Returns:
-            The promise, and the index after the last block that it shares with `prompt`; None if no
-                promise covers the next block.
+            The promise, and the index after the last block that it has in common with `prompt`;
+                None if no promise covers the next block.
         """
         at = match.num_blocks
         if not self._promises or at >= stop or match.node.end != at:
@@ -291,16 +288,16 @@ class Computing:
         return PromiseWait(promise, shared, patience_s, left_s <= compute_s, compute_s)
 
     def is_worth_it(self, wait: PromiseWait) -> bool:
-        """Return whether waiting is estimated to be better than computing the blocks again.
+        """Return whether a wait is estimated to be better than computing the same blocks.
 
-        A wait is lost if the blocks do not come in time. After each further lost wait in a row,
-        twice as many possible waits are skipped. No request waits while lost waits have cost more
-        seconds than successful ones have saved (see `Regret`).
+        A wait is lost if the blocks do not come in time. Each further lost wait in a row doubles
+        the number of possible waits that are skipped next. No request waits while lost waits have
+        cost more seconds than successful ones have saved (see `Regret`).
         """
         return wait.is_sooner and not self._skip and self._regret.seconds > 0
 
     def passed_by(self, wait: PromiseWait) -> None:
-        """Record that a request has started to compute although this wait was possible."""
+        """Record that a request began to compute blocks for which it could have waited."""
         self._skip -= bool(self._skip and wait.is_sooner)
         self._decisions.recompute_device += 1
 
@@ -309,7 +306,7 @@ class Computing:
         self._decisions.wait_device += 1
 
     def note_wait(self, wait: PromiseWait, waited_s: float, *, was_worth_it: bool) -> None:
-        """Record the result of a wait; `is_worth_it` judges later waits by it.
+        """Record the result of a wait, by which `is_worth_it` judges later waits.
 
         Args:
             wait: the wait that has ended.
@@ -354,7 +351,7 @@ def _key(node: TreeNode, block: int, prompt: Prompt) -> _Key:
 
 
 def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
-    """Return the number of equal full blocks of both prompts from block `at` on, up to `stop`."""
+    """Return how many leading blocks of both prompts are equal from block `at` on, up to `stop`."""
     width = prompt.block_token_bytes
     start = at * width
     shared = common_blocks(promise.prompt.tokens, start, prompt.tokens, start, stop - at, width)
@@ -368,9 +365,9 @@ def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
 class Arrival:
     """Async context manager in which a request waits for storage or another node.
 
-    If the request is aborted or the node drains (shuts down), the body is cancelled, and the `async
-    with` raises RequestAbortedError or ShuttingDownError. If the body had already finished,
-    `release` is called and the error is raised all the same.
+    If the request is aborted or the node shuts down, the body is cancelled, and the `async with`
+    raises RequestAbortedError or ShuttingDownError. If the body had already finished, `release` is
+    called and the error is raised all the same.
 
     Attributes:
         space: name of the space (model, tenant, adapter) of the request's prompt.
@@ -386,7 +383,7 @@ class Arrival:
         self._refused: TierKVError | None = None
 
     def refuse(self, error: TierKVError) -> None:
-        """End the wait with `error`; only the first call counts."""
+        """End the wait with `error`; later calls do nothing."""
         if self._refused is None:
             self._refused = error
             self._scope.reschedule(asyncio.get_running_loop().time())
@@ -466,13 +463,14 @@ class RequestSpec(msgspec.Struct, frozen=True):
         max_new_tokens: number of generated tokens for which blocks are reserved at admission.
             Within this number a running request never waits for blocks.
         needs_logits: True if at least one prompt token must be computed, because the engine needs
-            its logits. A decode node gets the first generated token from the prefill node and sets
-            False.
+            its logits. A decode node sets False, because it gets the first generated token from the
+            prefill node.
         uses_cache: False to compute all tokens and use no cached block.
         priority: among waiting requests, a higher one is admitted first.
-        cached_tokens_limit: upper limit of cached tokens to use. Set when a request is admitted
-            again because loading the other cached tokens failed.
-        session_id: session that the request is a turn of, for events; "" without one.
+        cached_tokens_limit: largest number of cached tokens to use; None for no limit. Set when a
+            request is admitted again because the load of further cached tokens failed.
+        session_id: session (turns of one conversation) that the request belongs to, for events; ""
+            without one.
         num_blocks: number of blocks to reserve at admission; computed.
     """
 
@@ -531,8 +529,8 @@ NOTHING = Matched()
 class RequestState(Enum):
     """State of an admitted request: RUNNING, until it is PREEMPTED or ENDED.
 
-    The blocks of a PREEMPTED request have been returned to the cache. `Scheduler.resume` admits the
-    request again as a new one.
+    A PREEMPTED request has released its blocks. `Scheduler.resume` admits it again as a new
+    request.
     """
 
     RUNNING = "running"
@@ -541,7 +539,7 @@ class RequestState(Enum):
 
 
 class SpaceUse(msgspec.Struct):
-    """Numbers of one tenant's requests that have blocks, and of their private blocks.
+    """Counts for one space (part of the index for one fingerprint): its requests and their blocks.
 
     Attributes:
         num_with_blocks: number of running requests, and of ended ones whose copies still run.
@@ -563,13 +561,13 @@ class Request(msgspec.Struct, eq=False):
         spec: the specification that the engine gave.
         prompt: the committed tokens; before the first commit, the prompt of `spec`.
         block_table: int32 [num_blocks], device blocks in order, for the prompt and `max_new_tokens`
-            more.
+            more tokens.
         lease: protects the shared blocks from eviction.
         cached_tokens: number of first tokens whose KV is in the table once `gate` is open.
         matched: the cached tokens by tier.
-        gate: opens layer by layer as the loads from the host arrive.
+        gate: lets the engine wait for each layer of the loads from the host.
         loads: the copies into the request's blocks that had not ended at its start.
-        use: the counts of the request's tenant.
+        use: the counts of the request's space.
         state: running, preempted or ended.
         computed_tokens: number of committed tokens.
         written: events of kernels that write committed tokens and had not finished at the last
@@ -577,10 +575,10 @@ class Request(msgspec.Struct, eq=False):
         is_damaged: True if such a kernel failed; later tokens of the request are not cached.
         pinned: for a preempted request, the index node that ends its cached blocks. These are
             evicted after all other blocks until the request is resumed. None otherwise.
-        refused: positions in `block_table`, among the first blocks that `lease` covers, that hold
-            private blocks: the index already had other blocks for these tokens.
-        has_given_tail: True if the first block after the shared ones, which holds the last tokens
-            of the prompt and is not full, belongs to the index too.
+        refused: positions in `block_table` of private blocks among the shared ones: the index
+            already had other blocks for these tokens.
+        has_given_tail: True if the partial block with the last tokens of the prompt, which follows
+            the shared blocks, belongs to the index too.
         room: array with spare capacity, of which `block_table` is the beginning; None until the
             table grows.
         is_aborted: True after an abort; the engine ends the request when its kernels are done.
@@ -589,9 +587,11 @@ class Request(msgspec.Struct, eq=False):
             `admission.MISS_REASONS`; "" if all was found.
         missed_since: the event that removed the first missing block, if known.
         num_coming: number of prompt tokens that are missing but may still come from storage.
-        ticket_at, matched_at, fetched_at: times at which the prefill node's ticket was read, at
-            which the blocks in storage were known, and at which the fetch ended, in seconds of the
-            monotonic clock; 0 without such a wait.
+        ticket_at: time at which the prefill node's ticket was read, in seconds of the monotonic
+            clock; 0 if no ticket was read.
+        matched_at: time at which the blocks in storage were known, on the same clock; 0 if storage
+            was not asked.
+        fetched_at: end of the fetch from storage, on the same clock; 0 without a fetch.
     """
 
     spec: RequestSpec
@@ -636,7 +636,11 @@ class Request(msgspec.Struct, eq=False):
         return committed if committed.num_tokens >= asked.num_tokens else asked
 
     def grow(self, slots: Ids) -> None:
-        """Append private blocks to the block table; `slots` is int32 [n], device slots."""
+        """Append private blocks to the block table.
+
+        Args:
+            slots: their device slots, int32 [n].
+        """
         start = len(self.block_table)
         stop = start + len(slots)
         if self.room is None or len(self.room) < stop:
@@ -653,7 +657,7 @@ class Request(msgspec.Struct, eq=False):
         return own + len(self.refused)
 
     def private_slots(self) -> Ids:
-        """Return the blocks of the table that are not in the index."""
+        """Return the blocks of the table that are not in the index, int32 [`num_private`]."""
         own = self.block_table[self.lease.num_blocks + self.has_given_tail :]
         if not self.refused:
             return own
@@ -747,11 +751,13 @@ _NO_USE = SpaceUse()
 
 
 class Running:
-    """The requests that have device blocks, and their counts for each tenant.
+    """The requests that have device blocks, with counts for each space.
+
+    A space is the part of the index for one fingerprint.
 
     Attributes:
         by_id: running requests in the order of admission.
-        ending: ended requests whose blocks may still be in use by kernels or copies.
+        ending: ended requests whose blocks kernels or copies may still use.
     """
 
     def __init__(self) -> None:
@@ -767,16 +773,16 @@ class Running:
         return request in self.ending or self.by_id.get(request.request_id) is request
 
     def of_space(self, space: str) -> SpaceUse:
-        """Return the counts of a tenant, zeros for an idle one; the caller must not change them."""
+        """Return the counts of a space, zeros for an idle one; the caller must not change them."""
         return self._of_space.get(space, _NO_USE)
 
     def use_of(self, space: str) -> SpaceUse:
-        """Return the counts object to put into a new request of this tenant."""
+        """Return the counts of a space, to put into a new request as `Request.use`."""
         use = self._of_space.get(space)
         return SpaceUse() if use is None else use
 
     def has_space(self, space: str) -> bool:
-        """Return whether the tenant has a running request, or an ended one with running copies."""
+        """Return whether the space has a running request, or an ended one with running copies."""
         return space in self._of_space
 
     def add(self, request: Request) -> None:
@@ -787,11 +793,11 @@ class Running:
         use.num_private += num_blocks - request.lease.num_blocks
 
     def remove(self, request: Request) -> None:
-        """Remove a request from the running ones; its blocks still count."""
+        """Remove a request from the running ones; its blocks count until `freed`."""
         del self.by_id[request.spec.request_id]
 
     def freed(self, request: Request, num_private: int) -> None:
-        """Record that an ended request has returned all of its blocks.
+        """Record that an ended request has released all of its blocks.
 
         Args:
             request: the ended request.

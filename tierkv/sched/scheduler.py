@@ -1,4 +1,4 @@
-"""The scheduler: admission of requests in fair order, their commits, and their end."""
+"""The scheduler: admits requests in fair order, and records their commits and their end."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Scheduler:
     """Admits requests in the order of `WaitingLine`; the first is admitted as soon as it fits.
 
     No request overtakes the first in the queue, so none starves. Blocks for the prompt and
-    `max_new_tokens` are reserved at admission. A running request that needs more gets them from
-    `growth`, before any waiting request is admitted.
+    `max_new_tokens` are reserved at admission. A running request that needs more blocks gets them
+    from `growth`, before any waiting request is admitted.
 
     Args:
         tiers: the tiers whose device blocks the requests use.
@@ -114,7 +114,7 @@ class Scheduler:
 
     @property
     def ending_requests(self) -> Sequence[Request]:
-        """Ended requests whose blocks kernels or copies may still touch."""
+        """Ended requests whose blocks kernels or copies may still use."""
         return tuple(self._running.ending)
 
     async def until_idle(self) -> None:
@@ -131,11 +131,11 @@ class Scheduler:
                 waiting.outcome.set_exception(ShuttingDownError("this node is shutting down"))
 
     def forget_turns(self, space: str) -> None:
-        """Forget how many blocks a tenant was given; called when the tenant is closed."""
+        """Forget how many blocks the requests of a space were given; called when it is closed."""
         self._waiting.forget(space)
 
     def is_used_by(self, space: str) -> bool:
-        """Return whether the tenant has running, waiting, ending or preempted requests."""
+        """Return whether the space has running, waiting, ending or preempted requests."""
         return (
             self._waiting.has_space(space)
             or self._running.has_space(space)
@@ -149,8 +149,8 @@ class Scheduler:
     def pause(self, *, why: str = "asked") -> None:
         """Stop admissions until `unpause` is called with the same reason `why`.
 
-        New requests join the queue, and running ones go on. Fetched blocks of waiting requests are
-        released, so that the caller can empty or shrink a tier.
+        New requests join the queue, and running ones continue. Fetched blocks of waiting requests
+        are released, so that the caller can empty or shrink a tier.
         """
         self._admissions.pauses.add(why)
         for waiting in list(self._waiting):
@@ -203,8 +203,8 @@ class Scheduler:
         Raises:
             ShuttingDownError: the node is shutting down.
             DuplicateRequestError: a request with this id is running or waiting.
-            RequestTooLargeError: the request needs more blocks than the device or its tenant's
-                quota has.
+            RequestTooLargeError: the request needs more blocks than the device, or the quota of its
+                space, has.
         """
         if self._is_draining:
             raise ShuttingDownError("this node is shutting down")
@@ -216,15 +216,15 @@ class Scheduler:
         check_fits(self.tiers, spec)
 
     async def admit(self, spec: RequestSpec, fetched: Fetched | None = None) -> Request:
-        """Admit a request after waiting for its turn and its blocks.
+        """Wait for a request's turn and for room, then admit the request.
 
         On return, loads of its cached blocks to the device may still run. Cancelling the call
         leaves nothing acquired.
 
         Args:
             spec: the request.
-            fetched: blocks fetched from storage for it. They are released on return or error, and
-                earlier if waiting requests block each other by their fetched blocks.
+            fetched: blocks fetched from storage for it. They are released on return or error. They
+                are released earlier if waiting requests block each other by their fetched blocks.
 
         Returns:
             The running request.
@@ -288,7 +288,7 @@ class Scheduler:
             await movement.done()
 
     def acquire_device(self, prompt: Prompt, count: int) -> Ids:
-        """Acquire device slots, within the tenant's quota, for blocks that the caller will write.
+        """Acquire device slots, within the quota of the prompt's space, for the caller to write.
 
         Args:
             prompt: the prompt of the blocks.
@@ -332,15 +332,15 @@ class Scheduler:
     # Growing and ending
 
     async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
-        """Record that the KV of `tokens` is in the block table, or will be after the events.
+        """Record that the KV of `tokens` is in the block table, or will be after some events.
 
         Other requests can match the full blocks as soon as the events in `after` are done; the call
         does not wait for them.
 
         Args:
             request: the running request.
-            tokens: int32 tokens, as bytes, from the prompt's start on: at least those of the last
-                commit.
+            tokens: int32 tokens, as bytes, from the start of the prompt on: at least those of the
+                last commit.
             after: events of the kernels that write the blocks.
 
         Raises:
@@ -387,7 +387,7 @@ class Scheduler:
         self._starts.brought(request, num_tokens, num_direct=num_direct)
 
     def brought_all(self, request: Request) -> None:
-        """Record that no more of the prompt's tokens come from storage."""
+        """Record that no more of the prompt's tokens will come from storage."""
         self._starts.brought_all(request)
 
     async def _all_arrived(self, request: Request) -> None:
@@ -404,7 +404,10 @@ class Scheduler:
             self._insert(request, prompt)
 
     async def _written(self, request: Request, events: Sequence[Event]) -> None:
-        """Wait until `events` are done. If one failed, no more tokens of the request are cached."""
+        """Wait until the events are done.
+
+        If one failed, no more tokens of the request are cached.
+        """
         for event in events:
             try:
                 await self.tiers.mover.poller.done(event)
@@ -440,8 +443,8 @@ class Scheduler:
     def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         """Release all blocks of a running request until it is resumed.
 
-        The committed blocks are copied to the host, as far as there is room. They are evicted after
-        all other blocks until `resume` or `abandon`. The tenant stays open until then.
+        The committed blocks are copied to the host, as far as there is room. Until `resume` or
+        `abandon` they are evicted after all other blocks, and the request's space stays open.
 
         Args:
             request: the running request.
@@ -464,13 +467,13 @@ class Scheduler:
     ) -> Request:
         """Admit a preempted request again, under the same id.
 
-        Cached blocks are used; the engine computes the rest.
+        Blocks that are still cached are used; the engine computes the remaining tokens.
 
         Args:
             request: the preempted request.
             max_new_tokens: number of generated tokens for which blocks are reserved.
             fetch: fetches the missing blocks from storage; called once the preempted request's own
-                blocks are cached.
+                blocks are cached. None to fetch nothing.
 
         Returns:
             A new running request.
@@ -506,7 +509,9 @@ class Scheduler:
         return resumed
 
     def abandon(self, request: Request) -> None:
-        """Give up a preempted request: its cached blocks are evicted in the usual order again.
+        """Decide that a preempted request is not resumed.
+
+        Its blocks are evicted in the usual order.
 
         Raises:
             OwnershipError: the request is not preempted.
@@ -529,7 +534,7 @@ class Scheduler:
         Args:
             request: the running request.
             after: events of the kernels that may still use the blocks. No block is reused before
-                they are done and every copy into the request's blocks has ended.
+                these events are done and every copy into the request's blocks has ended.
 
         Raises:
             OwnershipError: the request has ended already.
