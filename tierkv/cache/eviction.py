@@ -161,7 +161,6 @@ class EvictionOrder:
         self._max_queued = 2 * len(self._line) + _FEW_ENTRIES
 
     def _push_again(self, node: TreeNode) -> None:
-        """Queue `node` again after a change of its rank."""
         if self.is_candidate(node):
             self._push(node)
 
@@ -337,7 +336,7 @@ class EvictionPolicy:
         raise NotImplementedError
 
     def spares(self, node: TreeNode) -> bool:  # noqa: ARG002
-        """Give the node that would be evicted next a higher rank, if the policy wants to keep it.
+        """Raise the rank of the next node to evict, if the policy wants to evict it later.
 
         A second call for the same node returns False, unless the node was matched in between.
 

@@ -302,7 +302,7 @@ class FlatBlocks:
         return best, shared
 
     def hold(self, blocks: Iterable[FlatBlock]) -> None:
-        """Protect the blocks from eviction until `release`."""
+        """Protect the blocks from eviction until `release`; such blocks are called held."""
         for block in blocks:
             block.holders += 1
             self._unheld.pop(block.key.digest, None)
@@ -360,7 +360,7 @@ class FlatBlocks:
         return True
 
     def forget(self) -> int:
-        """Evict all blocks that are not held; return the number of the others."""
+        """Evict all blocks that are not held; return the number of held blocks."""
         for block in list(self._unheld.values()):
             self._evict(block)
         return len(self._blocks) + len(self._retired)
@@ -368,7 +368,7 @@ class FlatBlocks:
     def retire(self) -> None:
         """Exclude all blocks from lookups, and evict them.
 
-        Held blocks are freed when they are released.
+        A held block is freed when its last holder releases it.
         """
         self.forget()
         for block in list(self._blocks.values()):

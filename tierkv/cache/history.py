@@ -162,17 +162,15 @@ class History:
         return newest
 
     def newest(self, prompt: Prompt, block: int) -> HistoryEvent | None:
-        """Return the newest event about blocks of which the given one is the first.
-
-        Computes one hash.
+        """Return the newest event whose first block is the given block; needs one hash.
 
         Args:
             prompt: the prompt.
             block: index of the block in the prompt.
 
         Returns:
-            The event; None if there is none. Unlike `find`, the call ignores events about several
-                blocks of which the given one is not the first.
+            The event; None if there is none. Unlike `find`, the call ignores events that begin with
+                an earlier block.
         """
         if not self._events:
             return None

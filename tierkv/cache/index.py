@@ -448,7 +448,7 @@ class Tree:
     def _recount_halves(
         self, parent: TreeNode, upper: TreeNode, lower: TreeNode, had: tuple[bool, bool]
     ) -> None:
-        """Correct the counts after a split of a node whose blocks were on different tiers."""
+        """Correct the counts of `parent` and `upper` after a split into `upper` and `lower`."""
         is_lower, is_upper = (
             tuple(int(half.num_present(tier) > 0) for tier in TIERS) for half in (lower, upper)
         )
@@ -557,10 +557,7 @@ class Tree:
 
 
 def _extras_of(prompt: Prompt, start: int, stop: int) -> dict[int, bytes] | None:
-    """Return the extra keys (media) of blocks [start, stop) by block index.
-
-    None if there are none.
-    """
+    """Return the extra keys (media) of blocks [start, stop); None if there are none."""
     extras = prompt.extras  # may have entries for many more blocks
     return {i: e for i in range(start, stop) if (e := extras.get(i))} or None
 
@@ -1010,10 +1007,7 @@ class Index:
         self.reuse_gaps.add(self._tick - lease.used_before if node.holders == 1 else 0)
 
     def _ending_at(self, node: TreeNode, num_blocks: int) -> TreeNode:
-        """Return the node of the path that ends with block `num_blocks` - 1.
-
-        Split a node if necessary.
-        """
+        """Return the path's node that ends with block `num_blocks` - 1; split one if necessary."""
         while node.parent is not None and node.start >= num_blocks:
             node = node.parent
         if num_blocks < node.end:

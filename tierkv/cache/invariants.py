@@ -111,7 +111,6 @@ def _node_findings(node: TreeNode, index: Index) -> list[str]:
 
 
 def _shape_findings(node: TreeNode, block_token_bytes: int) -> list[str]:
-    """Return violations of a node's tokens, its range of blocks, and the link to its parent."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
     wrong = []
@@ -133,7 +132,6 @@ def _shape_findings(node: TreeNode, block_token_bytes: int) -> list[str]:
 
 
 def _children_findings(node: TreeNode) -> list[str]:
-    """Return violations of the counts and keys of `node`'s children."""
     wrong = []
     children = node.children.values()
     by_first = {_first(child) for child in children}
@@ -200,10 +198,7 @@ def _bytes_that_share(node: TreeNode) -> int:
 
 
 def _digests_of(node: TreeNode) -> bytes:
-    """Compute the keys that a node has stored.
-
-    Return b"" if its parent's last key is not stored.
-    """
+    """Return the keys that a node should have stored; b"" if its parent's last key is unknown."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
     if parent.parent is None:

@@ -404,10 +404,7 @@ class Prompt:
         return cls(packed, block_size, extras, space)
 
     def first_blocks(self, count: int) -> Prompt:
-        """Return a prompt of the first `count` blocks.
-
-        The whole prompt if it has fewer full blocks.
-        """
+        """Return a prompt of the first `count` blocks, or this prompt if it has fewer."""
         if count > self.num_blocks:
             return self
         extras = {block: extra for block, extra in self.extras.items() if block < count}
@@ -579,9 +576,7 @@ class StoredKey:
 
 
 class KeyRun(Sequence[StoredKey]):
-    """The keys of consecutive blocks of a prompt.
-
-    The last one may belong to a tail (partial block).
+    """The keys of consecutive blocks of a prompt; a tail (partial last block) may be the last.
 
     Digests are computed when they are first read; slices share the computed digests. Thread-safe.
     """
@@ -635,9 +630,8 @@ class KeyRun(Sequence[StoredKey]):
     def parent_of(self, at: int) -> bytes:
         """Return the digest of the block before position `at`.
 
-        The root before block 0 of the prompt.
-
-        `at` may be len(self): the result is then the digest of the last block.
+        For block 0 of the prompt, the result is the root. `at` may be len(self): the result is then
+        the digest of the last block.
         """
         return self._chain.parent_of(self._start + at)
 
@@ -690,10 +684,7 @@ class _Chain:
         self._lock = Lock()
 
     def up_to(self, stop: int) -> list[bytes]:
-        """Return the digests from block `start` to at least block `stop` - 1.
-
-        Compute missing ones.
-        """
+        """Return the digests from block `start` to at least block `stop` - 1."""
         digests, count = self._digests, stop - self.start
         if len(digests) < count:
             with self._lock:
@@ -705,7 +696,6 @@ class _Chain:
 
     @property
     def num_known(self) -> int:
-        """Index after the last block whose digest is computed."""
         return self.start + len(self._digests)
 
     def digest(self, block: int) -> bytes:

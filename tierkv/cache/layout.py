@@ -111,7 +111,7 @@ class Layout:
 
     @cached_property
     def planes_of_layer(self) -> tuple[range, ...]:
-        """For each layer, the range of indices in `planes` of its planes."""
+        """One range for each layer: the indices of the layer's planes in `planes`."""
         ranges, start = [], 0
         for layer in range(self.num_layers):
             stop = start
@@ -133,10 +133,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 digest of the block size and all planes, 32 bytes.
-
-        Different for different layouts.
-        """
+        """SHA-256 digest of the block size and all planes, 32 bytes."""
         h = hashlib.sha256(b"tierkv layout v1")
         h.update(self.block_size.to_bytes(8, "little"))
         for plane in self.planes:

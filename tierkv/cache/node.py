@@ -143,7 +143,6 @@ class BlockPool:
         return np.concatenate([ids, self.allocate(more)]) if more else ids
 
     def _check_allocated(self, ids: Ids) -> None:
-        """Raise OwnershipError if an id is out of range or free."""
         try:
             taken = self._is_allocated[ids.astype(_INTP)]
         except IndexError:
@@ -805,7 +804,8 @@ class TreeNode:
     def put_tokens(self, packed: bytes, start: int, stop: int) -> None:
         """Set the node's tokens to packed[start:stop].
 
-        Share the memory if at least 8/9 of it is used.
+        The node shares the memory of `packed` if its tokens are at least 8/9 of it; else they are
+        copied.
 
         Args:
             packed: packed tokens, for example of a whole prompt.

@@ -246,10 +246,7 @@ class ShardScheme:
 
 
 def _bytes_of_heads(plane: Plane) -> int:
-    """Return the bytes of all heads of one token.
-
-    Of one block for a plane without `token_bytes`.
-    """
+    """Return the bytes of all heads of one token, or of one block if `token_bytes` is None."""
     return plane.block_bytes if plane.token_bytes is None else plane.token_bytes
 
 

@@ -120,7 +120,7 @@ class Gpu:
 class Bound:
     """The context that `Gpu.bound` returns.
 
-    A class instead of a generator, which would delay every copy by 14 us.
+    A generator instead of this class would delay every copy by 14 us.
     """
 
     __slots__ = ("_before", "_closes", "_gpu")

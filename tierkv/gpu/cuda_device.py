@@ -204,10 +204,7 @@ class CudaDevice:
 
     @property
     def status(self) -> str:
-        """One line of text: the GPU's name and how much host memory is pinned.
-
-        Or the GPU's failure.
-        """
+        """One line of text with the GPU's failure, or with its name and the pinned memory."""
         if self.gpu.failure is not None:
             return self.gpu.failure
         host = self._host
@@ -313,7 +310,7 @@ class CudaDevice:
         return pinned, partial(self._unpin, address)
 
     def _is_computing(self) -> bool:
-        """Wait for 0.5 ms; return whether the engine's stream has work older than that."""
+        """Return whether the engine's stream still has unfinished work after a wait of 0.5 ms."""
         try:
             event = self.compute_stream.record()
             time.sleep(_AT_ONCE_S)

@@ -74,7 +74,6 @@ def machine_findings() -> list[Finding]:
 
 
 def _limit_finding(limit: MemoryLimit) -> Finding:
-    """Return the finding about a memory limit; a small limit on locked memory is a warning."""
     left = limit.left_bytes
     if limit.kind is not LimitKind.LOCKED or left is None or left >= _LOCKED_GIB * _GIB:
         return Finding(limit.what, limit.sentence)

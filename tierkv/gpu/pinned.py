@@ -198,10 +198,7 @@ class PinnedSlots:
                 pin.cancel()  # no copy waits any longer
 
     def _next(self) -> int | None:
-        """Return the index of the next chunk to pin.
-
-        None if there is none, or if the slots are closing.
-        """
+        """Return the index of the next chunk to pin; None if none is left or the slots close."""
         with self._lock:
             index = next(iter(self._left), -1)
             while self._wanted:
@@ -290,9 +287,7 @@ def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]
 
 
 def _huge_pages(length: int) -> mmap.mmap | None:
-    """Map `length` bytes of the huge pages that the machine has set aside.
-
-    None if there are too few.
+    """Map `length` bytes of the machine's reserved huge pages; None if too few are free.
 
     Memory limits of containers do not count these pages.
     """

@@ -135,8 +135,6 @@ class CpuSharing:
 
 
 class _CpuPeer:
-    """CPU planes of another process; the protocol `PeerPlanes` describes the methods."""
-
     def __init__(self, own: Planes, shared: SharedPlanes) -> None:
         self._own = own
         self._shared = shared
