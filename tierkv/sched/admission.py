@@ -1,9 +1,10 @@
-"""Admission of requests: the queue for device blocks, and the loads that a start begins.
+"""Admission of requests: the queue for device blocks, and the start of admitted requests.
 
-A waiting request needs room on the device or within its tenant's quota, or waits for blocks that
-another request computes (`Admissions`). A running request can wait for more blocks (`Growth`).
-`Admissions.pump` runs whenever blocks may have become free. The wait for storage, which comes
-before, is in `fetch.py`.
+A waiting request needs room on the device and within the quota of its space (the part of the index
+for one fingerprint), or waits for blocks that another request computes (`Admissions`). A start
+acquires device slots and begins loads from the host (`Starts`). A running request can wait for more
+blocks (`Growth`). `Admissions.pump` runs whenever blocks may have become free. The wait for
+storage, which comes before, is in `fetch.py`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ MISS_REASONS = (
 def why_missed(
     spec: RequestSpec, match: Match, num_tokens: int, history: History, computing: Computing
 ) -> tuple[str, HistoryEvent | None]:
-    """Return the reason why prompt tokens are missing, and the event that removed them.
+    """Return the reason why prompt tokens are not cached, and the event that removed them.
 
     The call computes at most one hash. The module `explain` gives a complete explanation.
 
@@ -93,9 +94,9 @@ class Load:
         stop: index after the last block.
         slots: device slots that the copy writes, int32 [stop - first].
         movement: the copy.
-        above: loads of earlier blocks of the path. They settle first, and if one of them fails this
-            load fails too, since a block is on the device only with its whole path.
-        settled: resolved once the index is updated, also if the copy failed.
+        above: loads of earlier blocks of the path. They settle first. If one of them fails, this
+            load fails too, because a block is on the device only with its whole path.
+        settled: resolved once the index is updated, also after a failed copy.
         below: loads of later blocks of the path.
         num_users: number of requests with these slots in their block tables.
         is_failed: True if the copy failed, or a load of `above`.
@@ -115,7 +116,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """A cached block that shares only its first tokens with a prompt, to be copied for the request.
+    """A cached block that shares only its first tokens with a prompt, to be copied for its request.
 
     Attributes:
         source: lease of the path whose last block is the shared one.
@@ -139,7 +140,7 @@ def _ends_on_device(lease: Lease) -> bool:
 
 
 class HostLoads:
-    """The loads from the host to the device that have not ended, by the slots they write.
+    """The loads from the host to the device that have not ended.
 
     Attributes:
         used_by: for each request, the loads that write blocks of its table.
@@ -159,9 +160,11 @@ class HostLoads:
         )
 
     def of(self, slots: Ids) -> list[Load]:
-        """Return the loads that write `slots`, the device slots of consecutive blocks of a path.
+        """Return the running loads that write any of `slots`.
 
-        If `slots` has any slot of a load, it must have the load's first slot too.
+        Args:
+            slots: the device slots of consecutive blocks of a path, int32 [n]. If any slot of a
+                load is among them, the first slot of this load must be too.
         """
         if not self._active:
             return []
@@ -169,10 +172,10 @@ class HostLoads:
         return [load for first, load in self._active.items() if first in wanted]
 
     def join(self, path: Lease, first: int, stop: int) -> list[Load]:
-        """Add one user to the running loads of blocks [first, stop) of a path.
+        """Count one more user for each running load of blocks [first, stop) of a path.
 
         Args:
-            path: a lease of the path.
+            path: a lease of the path (a prefix in the index).
             first: index of the first block.
             stop: index after the last block.
 
@@ -238,12 +241,12 @@ class HostLoads:
         return load
 
     def release(self, load: Load) -> None:
-        """Remove one user of a load: a request that had the load's slots in its table has ended."""
+        """Remove one user of a load: a request with the load's slots in its table has ended."""
         load.num_users -= 1
         self._give_if_unused(load)
 
     def _settle(self, load: Load, end: Callable[[], None]) -> None:
-        """Record the end of a load's copy in the index, after all loads of `above` have settled."""
+        """Record the end of a load in the index, once all loads of `above` have settled."""
         for upper in load.above:
             if not upper.settled.done():
                 upper.settled.add_done_callback(lambda _: self._settle(load, end))
@@ -264,10 +267,7 @@ class HostLoads:
         end()
 
     def _fail(self, load: Load) -> None:
-        """Remove the blocks of a failed load from the device, after those of `load.below`.
-
-        The slots are not free yet, since copies and requests may still use them.
-        """
+        """Remove the blocks of a failed load, and first those of `load.below`, from the device."""
         if load.is_failed:
             return
         load.is_failed = True
@@ -291,7 +291,8 @@ class SchedulerStats:
     Attributes:
         recompute_avoided_s: estimated seconds that computing the cached tokens would have taken;
             not counted while the engine's speed is unknown.
-        reuse_gaps: for each hit, the time since the last cached block of the hit was used before.
+        reuse_gaps: histogram over all hits of the time since the last cached block of the hit was
+            used before.
         shared_waits: number of requests that waited for another request's blocks instead of
             computing them.
         lost_waits: number of such waits in which the blocks did not come in time.
@@ -315,7 +316,7 @@ _NO_SLOTS = np.empty(0, np.int32)
 
 
 class _Held(msgspec.Struct):
-    """Everything that a start of a request has acquired so far, to be released if the start fails.
+    """Everything that the start of a request has acquired so far, released if the start fails.
 
     A field is cleared when a load or copy becomes the owner of its content.
 
@@ -346,9 +347,9 @@ class Starts:
         running: the list to which started requests are added.
         loads: the loads that have not ended.
         computing: the list to which the blocks that a started request will compute are added.
-        given: called at each start with the tenant and the number of blocks; the order of tenants
-            depends on these numbers.
-        end: ends a request that has been started.
+        given: called at each start with the name of the request's space and the number of its
+            blocks; the order of waiting spaces depends on these numbers.
+        end: ends a request whose start fails after it was added to `running`.
     """
 
     def __init__(
@@ -393,9 +394,9 @@ class Starts:
         Args:
             spec: the request.
             match: the cached blocks of its prompt at this moment.
-            fetched: the blocks fetched from storage for it.
-            passes_by: a wait for another request's blocks that was possible and is not made, for
-                the statistics; None for none.
+            fetched: the blocks fetched from storage for it; None for none.
+            passes_by: a possible wait for another request's blocks that the request does not make,
+                for the statistics; None for none.
 
         Returns:
             The running request. Its loads from the host may not have ended.
@@ -433,11 +434,7 @@ class Starts:
     def _with_cached(
         self, spec: RequestSpec, match: Match, fetched: Fetched | None, held: _Held
     ) -> Request:
-        """Return a request that uses cached blocks directly, or a copy of a partly shared block.
-
-        Device slots for blocks that only the host has belong to the index; all other new slots are
-        private to the request.
-        """
+        """Return a request that uses cached blocks, or a copy of a partly shared block, or both."""
         index, lease = self._index, held.lease
         partial, num_loads = match.partial, match.host_blocks
         source = held.source = index.hold(partial.node, partial.block + 1) if partial else None
@@ -467,7 +464,10 @@ class Starts:
         return self._made(spec, lease, table, matched, tuple(movements))
 
     def _give_back(self, held: _Held) -> None:
-        """Release all that a failed start has acquired; slots being written are freed later."""
+        """Release all that a failed start has acquired.
+
+        Slots that copies still write are freed later.
+        """
         pool, slots = self._tiers.slots.pools[Tier.DEVICE], held.slots
         if held.source is not None:
             self._index.release(held.source)
@@ -491,7 +491,7 @@ class Starts:
             pool.release(held.private)
 
     def load(self, prompt: Prompt) -> Movement | None:
-        """Load the blocks of `prompt` from the host to the device before a request needs them.
+        """Start to load the blocks of `prompt` from the host before a request needs them.
 
         Returns:
             The movement; None if every cached block of the prompt is on the device.
@@ -513,12 +513,12 @@ class Starts:
         return load.movement
 
     def acquire(self, space: Space, count: int) -> Ids:
-        """Acquire device slots within the quota of the space's tenant.
+        """Acquire device slots for blocks of a space, within its quota.
 
-        Private blocks of the tenant's requests count towards the quota.
+        Private blocks of the space's running requests count towards the quota.
 
         Args:
-            space: the space (model, tenant, adapter) of the prompt.
+            space: the space (part of the index for one fingerprint) of the prompt.
             count: number of slots.
 
         Returns:
@@ -553,12 +553,12 @@ class Starts:
         )
 
     def brought(self, request: Request, num_tokens: int, *, num_direct: int) -> None:
-        """Count tokens that came from storage after the request's start.
+        """Count tokens that came from storage after the start of their request.
 
         Args:
             request: the running request.
             num_tokens: number of first prompt tokens whose KV is in the block table now.
-            num_direct: number of the added tokens that came from another node's memory.
+            num_direct: number of the newly arrived tokens that came from another node's memory.
         """
         came = num_tokens - request.cached_tokens
         direct = min(num_direct, came)
@@ -577,7 +577,7 @@ class Starts:
             request.missed, request.missed_since = "", None
 
     def brought_all(self, request: Request) -> None:
-        """Record that no more tokens will come from storage: the rest of the prompt is missed."""
+        """Record that no more tokens will come from storage; the missing ones count as missed."""
         if request.num_coming:
             self.stats.missed_tokens[request.missed] += request.num_coming
             request.num_coming = 0
@@ -631,7 +631,7 @@ class Starts:
 
 
 def _joined(ranges: Sequence[range]) -> list[range]:
-    """Return the sorted token ranges, with overlapping and adjacent ones merged."""
+    """Return the token ranges, sorted, with overlapping and adjacent ones merged."""
     joined: list[range] = []
     for one in sorted(ranges, key=lambda tokens: tokens.start):
         if joined and one.start <= joined[-1].stop:
@@ -644,11 +644,7 @@ def _joined(ranges: Sequence[range]) -> list[range]:
 def _matched(
     match: Match, fetched: Fetched | None, block_size: int, source: Lease | None
 ) -> Matched:
-    """Count the matched tokens by the tier they came from.
-
-    A block that was fetched for this request counts as storage, or as another node's memory, even
-    if it is on the device by now.
-    """
+    """Count the matched tokens by the tier that they came from, wherever they are by now."""
     full = match.num_blocks * block_size
     partial = match.partial.num_tokens if match.partial and source else 0
     on_device = (match.device_blocks + match.loading_blocks) * block_size
@@ -709,9 +705,10 @@ class Growth:
         self._short_of_quota: set[Request] = set()  # members of `extending` with a full quota
 
     async def extend(self, request: Request, num_tokens: int) -> None:
-        """Make room in the block table for `num_tokens` after the prompt and the committed tokens.
+        """Add blocks to a request's table, for `num_tokens` after the prompt and committed tokens.
 
-        The request waits until it gets all of the missing blocks. No request is admitted before it.
+        The request waits until it gets all of the missing blocks. Until then no waiting request is
+        admitted, or, if only the quota of the request's space is full, none of the same space.
 
         Args:
             request: the running request.
@@ -720,7 +717,7 @@ class Growth:
         Raises:
             OutOfBlocksError: all running requests wait for more blocks, and this one is chosen to
                 release its own: call `preempt`.
-            RequestTooLargeError: the device or the tenant's quota is too small.
+            RequestTooLargeError: the device, or the quota of the request's space, is too small.
             BadRequestError: `num_tokens` is negative.
             OwnershipError: the request has ended.
             RequestAbortedError: the request was aborted.
@@ -759,7 +756,10 @@ class Growth:
         return not (self.extending or request.lease.node.space.has_quota)
 
     def _has_grown(self, request: Request, count: int) -> bool:
-        """Add `count` blocks to the table if they can be acquired now; return whether they were."""
+        """Add `count` blocks to the table if they can be acquired now.
+
+        Return whether they were added.
+        """
         try:
             slots = self._tiers.eviction.acquire(Tier.DEVICE, count)
         except OutOfBlocksError:
@@ -771,8 +771,8 @@ class Growth:
         """Return whether a new request of this space must wait until a running request has grown.
 
         A running request that waits because the device is full goes before all new requests. One
-        that waits because its tenant's quota is full goes before new requests of the same space
-        only.
+        that waits because the quota of its space is full goes only before new requests of the same
+        space.
         """
         return any(
             request not in self._short_of_quota or request.space == space
@@ -819,10 +819,9 @@ class Growth:
                 return None
 
     def _yield_candidates(self, space: str | None) -> list[Request]:
-        """Return the running requests of `space`, or of all, if one must release its blocks.
+        """Return the running requests (of `space`, or all) of which one must release its blocks.
 
-        One must if all of them wait for more blocks and no running copy will free any; else the
-        list is empty.
+        The list is empty unless all of them wait for more blocks and no running copy will free any.
         """
         if self._tiers.work.is_at_work(space):
             return []
@@ -840,7 +839,7 @@ def check_fits(tiers: Tiers, spec: RequestSpec) -> None:
     """Check that a request would fit if it ran alone.
 
     The device's size and the quotas can change while a request waits, so the check is repeated
-    before its start.
+    before the start of the request.
 
     Args:
         tiers: the tiers, with their sizes and quotas.
@@ -879,7 +878,7 @@ class Admissions:
         computing: the blocks that running requests will compute.
 
     Attributes:
-        pauses: reasons for which admission is stopped; empty while it is not.
+        pauses: the reasons why admission is paused; empty while it is not.
     """
 
     def __init__(
@@ -914,12 +913,12 @@ class Admissions:
     def admit_now(self, spec: RequestSpec, fetched: Fetched | None) -> Request | None:
         """Admit a request at once, if it need not wait.
 
-        It must wait if another request is before it, if it does not fit, or if blocks that another
-        request computes are worth waiting for.
+        A request must wait if other requests are in the queue or go before it, if there is no room
+        for it, or if waiting for blocks that another request computes is estimated to be better.
 
         Args:
             spec: the request, already checked by `Scheduler.check`.
-            fetched: the blocks fetched from storage for it.
+            fetched: the blocks fetched from storage for it; None for none.
 
         Returns:
             The running request; None if it must wait (see `join`).
@@ -973,10 +972,7 @@ class Admissions:
         return self._stuck is not None and self._is_busy() and self._next() is self._stuck
 
     def _admit_waiting(self, max_turns: int) -> int:
-        """Try to start up to `max_turns` waiting requests.
-
-        Returns the number of attempts, fewer if no further request can be admitted now.
-        """
+        """Try to start up to `max_turns` waiting requests; return the number of attempts."""
         self._bring_back()
         self._over_quota.clear()
         for num_turns in range(max_turns):
@@ -1030,9 +1026,9 @@ class Admissions:
     def _possible_wait(
         self, spec: RequestSpec, match: Match, give_up_at: float | None = None
     ) -> PromiseWait | None:
-        """Return a possible wait for another request's blocks; None for none.
+        """Return a possible wait for another request's blocks.
 
-        There is none after `give_up_at`, in seconds of the loop's clock.
+        None for none, or after `give_up_at`.
         """
         if not self._computing.num_promises or not spec.uses_cache:
             return None
@@ -1074,25 +1070,24 @@ class Admissions:
         return waiting.outcome.done() or self._has_turn(waiting.spec)
 
     def _has_turn(self, spec: RequestSpec) -> bool:
-        """Return False if the tenant's quota is full, or a running request must grow first."""
+        """Return False if the quota of the space is full, or a running request must grow first."""
         space = spec.prompt.space
         return space not in self._over_quota and not self._growth.holds_up(space)
 
     def _is_busy(self, space: str | None = None) -> bool:
-        """Return whether running requests or copies (of `space`, or of all) will free blocks."""
+        """Return whether running requests or copies (of `space`, or any) will free blocks."""
         if self._tiers.work.is_at_work(space):
             return True
         return bool(self._running.by_id) if space is None else self._running.has_space(space)
 
     def _unblock(self, first: Waiting, space: str | None = None) -> bool:
-        """Release blocks of waiting requests, so that the first in the queue fits.
+        """Release blocks of waiting requests to make room for `first`.
 
-        Called when only waiting requests hold blocks (of the space with the full quota, or at
-        all). The last in the queue releases its fetched blocks first. After these, the first
-        request gives up copying a partly shared block. Returns False if nothing is left to release.
+        Return False if none is left.
         """
         if self._line.release_last_fetched(space):
             return True
+        # Protecting a partly shared block takes the room that the first request needs.
         if first.uses_partial:
             first.uses_partial = False
             return True
