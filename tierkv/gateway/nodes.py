@@ -132,14 +132,14 @@ class BackendNode:
                 del self._waits[scope]
 
     def cut_off_waits(self, now: float, *, silent_s: float) -> None:
-        """Raise a TimeoutError in each body of `within` that has run for at least `silent_s`.
+        """Raise a TimeoutError in each wait for the node that has lasted at least `silent_s`.
 
-        Call this when probes have found the node dead: a machine that has lost power does not close
-        its connections.
+        The waits are the bodies of `within`. Call this when probes have found the node dead: a
+        machine that has lost power does not close its connections.
 
         Args:
             now: The current time, in seconds of the event loop's clock.
-            silent_s: Bodies that have run for fewer seconds than this continue.
+            silent_s: Seconds; shorter waits continue.
         """
         for scope, since in self._waits.items():
             if now - since >= silent_s and not scope.expired():

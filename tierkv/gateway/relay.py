@@ -235,7 +235,7 @@ class Delivery:
         return self._pieces[sent:]
 
     def rest(self) -> str:
-        """Return the text of an event without tokens that came after the last token; may be ""."""
+        """Return the text that a node had held back and sent after the last token; may be ""."""
         behind, text = self._held_back
         return text if behind == len(self.tokens) else ""
 
@@ -349,10 +349,10 @@ class Delivery:
         log.warning(text, self.job.request_id, node.url)
 
     async def check_ticket(self, ticket_id: str) -> None:
-        """Check that a published, unclaimed ticket is still in the store.
+        """Check that the store still has a published ticket, if no decode node has claimed it yet.
 
-        If the store has lost the ticket, a decode node would wait for it until the deadline of its
-        claim.
+        If the store has lost the ticket, a decode node would wait for the ticket until the deadline
+        of its claim.
 
         Raises:
             HandoffRefusedError: The ticket is lost. This counts as a failed attempt.
