@@ -260,9 +260,9 @@ class DecodeBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         ticket_id: Id under which the prefill node published the prompt.
         max_tokens: Largest number of tokens to generate.
-        policy: Rule for tokens of the prompt that cannot be fetched: "whole" to fail, "recompute"
-            to compute them on this node, "recompute_all" to compute the whole prompt without
-            looking for a ticket.
+        policy: What to do with tokens of the prompt that cannot be fetched. "whole": fail.
+            "recompute": compute them on this node. "recompute_all": do not look for the ticket, and
+            compute the whole prompt.
         deadline_s: Seconds to wait for the prompt to be published; null for the node's setting.
         stop: Texts that end the answer, and are not included in its text.
     """

@@ -208,7 +208,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         authorization: str | None,
         session_id: str | None,
     ) -> Iterator[Job]:
-        """Yield a job for each answer to generate: first all answers to the first prompt.
+        """Yield a job for each answer to generate, in the order of the prompts.
 
         Args:
             prompts: The prompts of the body.

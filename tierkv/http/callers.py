@@ -429,9 +429,9 @@ class Guard:
     def principal_of(self, request: web.BaseRequest) -> Principal:
         """Return the caller of `request`.
 
-        The caller is identified by its token. Without a token, it is identified by the client
-        certificate of the connection, or, on a Unix socket, as an admin if it runs as the node's
-        user.
+        A request with a token comes from the token's owner. Without a token, the client certificate
+        of the connection names the caller. On a Unix socket, a caller without a token is an admin
+        if it runs as the node's user.
 
         Raises:
             UnauthenticatedError: The caller is unknown.

@@ -1,6 +1,6 @@
 """The live page of a node or a gateway: its files, and the stream of the metrics that it shows.
 
-    figures(), twice a second -> one ring of encoded samples -> every open page
+    LiveFeed.figures(), twice a second -> ring buffer of encoded samples -> every open page
 
 The figures are values of GET /metrics. Samples are taken even while no page is open, so that a new
 page shows the last minutes.
