@@ -1,4 +1,4 @@
-"""Shared parts of stores: base classes, threads for blocking work, and work with buffers."""
+"""Shared parts of stores: base classes, threads for blocking work, and functions for buffers."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class BaseStore(ABC):
         return Polling()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:  # noqa: B027 - a default
-        """Do nothing."""
+        """Do nothing: this store needs no registered memory."""
 
     def when_back(self, call: Callable[[], None]) -> None:  # noqa: B027 - a default
-        """Do nothing: this store has no breaker, so it does not notice that it answers again."""
+        """Do nothing: without a breaker, a store does not find out that it answers again."""
 
     @abstractmethod
     async def present(self, names: Sequence[str]) -> list[bool]: ...
@@ -285,8 +285,8 @@ class WorkerThreads:
     ) -> AsyncIterator[T]:
         """Yield a resource that a thread acquires before the body and releases after it.
 
-        Before the release, all work under way ends. A resource that is acquired after a cancel is
-        released, too.
+        The release waits until all work of these threads has ended. If the call is cancelled during
+        `acquire`, the resource is released, too.
 
         Args:
             acquire: acquires and returns the resource.

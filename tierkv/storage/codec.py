@@ -174,15 +174,15 @@ class Codec(ABC):
         return self._close(fields, stored, identity)
 
     def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:  # noqa: ARG002
-        """Return the header of a value whose bytes are computed only when the value is sent.
+        """Return a header that is computed later, immediately before the value is sent.
 
         Args:
             payload: bytes of the block or tail.
             identity: layout, key and number of tokens, for the header.
 
         Returns:
-            The header, the same as that of `encode`. None if computing it at sending would block
-                the event loop for too long or gains nothing; use `encode` then.
+            The header; calling it computes the same bytes as `encode`. None if this would block the
+                event loop for too long or gains nothing; use `encode` then.
         """
         return None
 
@@ -576,7 +576,10 @@ class TenantCodecs:
         self._make(key)
 
     def __call__(self, fingerprint: str) -> Codec:
-        """Return the codec of a fingerprint, given in its short form (second field of names)."""
+        """Return the codec of a fingerprint, given in its short form.
+
+        The short form is the second field of a value's name.
+        """
         codec = self._codecs.get(fingerprint)
         if codec is None:
             key = self._key and _derive(self._key, b"tierkv tenant v1" + fingerprint.encode())
@@ -622,7 +625,7 @@ def parse_key(text: str) -> bytes:
 
 
 def import_blake3() -> type[blake3]:
-    """Import and return the hash function of the optional package `blake3`.
+    """Return the hash function of the optional package `blake3`.
 
     Raises:
         ConfigError: the package is not installed.
@@ -635,7 +638,7 @@ def import_blake3() -> type[blake3]:
 
 
 def import_aes_gcm() -> tuple[type[AESGCM], type[Exception]]:
-    """Import and return AES-GCM and its error for a forged value, of the package `cryptography`.
+    """Return the cipher AES-GCM of the package `cryptography`, and its error for a forged value.
 
     Raises:
         ConfigError: the package, which is optional, is not installed.

@@ -368,10 +368,7 @@ class ValueFiles:
             os.utime(path, ns=(used_ns, expires_ns), follow_symlinks=False)
 
     def _remove_expired(self, path: str) -> bool:
-        """Remove a file if it has expired and its directory is not locked.
-
-        Return True if removed.
-        """
+        """Remove an expired file if its directory is not locked; return True if removed."""
         busy_or_gone = contextlib.suppress(FileNotFoundError, BlockingIOError)
         with busy_or_gone, locked_directory(_parent(path), waits=False):
             if self.listing.is_expired(os.stat(path, follow_symlinks=False)):

@@ -157,7 +157,7 @@ class Listing:
     def seconds_unused(self, status: os.stat_result) -> float:
         """Return the seconds since the last use of a file.
 
-        Infinite if that time is in the future.
+        The result is infinite if the last use is in the future, because the clock was set back.
         """
         unused_s = self._clock.wall() - status.st_atime
         return unused_s if unused_s > -USE_GRAIN_S else math.inf
@@ -165,8 +165,9 @@ class Listing:
     def eviction_order(self, status: os.stat_result) -> tuple[bool, float, float]:
         """Return a sort key for eviction: the file with the lowest key is evicted first.
 
-        Expired values come first, then the least recently used ones. Among values that were last
-        used in the same minute, the one used last comes first.
+        Expired values come first, then the least recently used ones. Values that were last used in
+        the same minute count as blocks of one prompt: of these, the one used last (the end of the
+        prompt) comes first.
         """
         is_live = not self.is_expired(status)
         used_at = 0.0 if math.isinf(self.seconds_unused(status)) else status.st_atime

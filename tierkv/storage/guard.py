@@ -87,8 +87,8 @@ class ResilienceSettings:
         retries_per_operation: average number of retries per read: 0.1 allows one retry in ten
             reads.
         max_reads: largest number of reads under way at the store; up to 1,024 more wait.
-        write_batches: largest number of batches of writes under way, for each store that a layered
-            store consists of.
+        write_batches: largest number of batches of writes under way. A layered store may have as
+            many for each of its stores.
         max_waiting_write_bytes: largest number of bytes of waiting writes; beyond it, writes of the
             least valuable blocks are dropped.
         full_pause_s: seconds without writes after the store was full.
@@ -403,10 +403,7 @@ class GuardedStore(StoreWrapper):
     # Deadlines and retries
 
     def _deadline_s(self, num_bytes: int, timeout_s: float = 0.0) -> float:
-        """Return the seconds that an operation may take.
-
-        `timeout_s` 0 stands for the limit of reads.
-        """
+        """Return the seconds that an operation may take; a `timeout_s` of 0 means that of reads."""
         timeout_s = timeout_s or self._settings.timeout_s
         return timeout_s + num_bytes / self._settings.slowest_bytes_per_s
 
@@ -737,7 +734,7 @@ class NegativeCache:
 
     @contextmanager
     def asking(self) -> Iterator[Callable[[str], None]]:
-        """Yield a function that records a missing name; ask the store in the body.
+        """Yield a function that records a name as missing; ask the store for names in the body.
 
         A name that is written during the body is not recorded, because the store may have answered
         before the write.

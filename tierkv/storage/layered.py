@@ -233,7 +233,8 @@ class LayeredStore(StoreWrapper):
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         """Return one page of the far store's values, then of values that only the near store has.
 
-        The latter can still be read, so an operator who wants to remove all values must see them.
+        Values that only the near store has can still be read, so an operator who wants to remove
+        all values must see them.
         """
         check_prefix(prefix)
         check_limit(limit)
@@ -375,7 +376,7 @@ class OpensLater(StoreWrapper):
     async def running(self) -> AsyncIterator[None]:
         """Try to open the store once, and run the body even if that failed.
 
-        During the body, opening is tried again every second.
+        During the body, opening is tried every second until it succeeds.
 
         Raises:
             ConfigError: the store's settings are wrong.

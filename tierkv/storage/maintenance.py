@@ -91,7 +91,8 @@ async def usage_by_group(
         is_meant: returns True for the values to count.
 
     Returns:
-        The number and the bytes of values, by their first two fields joined by a colon.
+        The number and the bytes of values for each pair of fields; the fields are joined by a
+            colon.
 
     Raises:
         StoreUnavailableError: the store does not answer.

@@ -57,7 +57,7 @@ class _Value:
 
 
 class MemoryStore(BaseStore):
-    """A `Store` in a dict. Values are kept until the object is freed, also outside `running()`.
+    """A `Store` in a dict. Values outlive `running()`, but not the object.
 
     Other coroutines run between two values of a batch, so a large batch does not block the loop.
     """
@@ -177,10 +177,7 @@ class MemoryStore(BaseStore):
         return self._live_at(name, self._clock.wall())
 
     def _live_at(self, name: str, now: float) -> _Value | None:
-        """Return the value called `name`, or None.
-
-        Remove the value first if it has expired at `now`.
-        """
+        """Return the value called `name`; if it has expired at `now`, remove it and return None."""
         value = self._values.get(name)
         if value is None or value.expires_at is None or value.expires_at > now:
             return value

@@ -184,9 +184,10 @@ class Places:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Attach the common store; at the end detach all stores, and let operations under way end.
+        """Attach the common store until the body ends.
 
-        Errors of the common store's `running()` are raised before the body.
+        At the end, detach all stores and wait for operations under way. Errors of the common
+        store's `running()` are raised before the body.
         """
         async with task_group() as tasks:
             self._tasks = tasks
@@ -397,9 +398,9 @@ class Places:
         asked: Sequence[Asked],
         ask: Callable[[Store, Sequence[Asked]], Awaitable[T]],
     ) -> Sequence[tuple[Sequence[int], T]]:
-        """Ask all stores at once.
+        """Ask each store about its items in `asked`, all stores at once.
 
-        Return, for each, indexes of its items in `asked`, and its answer.
+        Return, for each store, the indexes of its items in `asked`, and its answer.
         """
         groups: dict[_Attached, list[int]] = {}
         for index, one in enumerate(asked):

@@ -66,10 +66,11 @@ class Listener:
 
 
 class Notifier(Protocol):
-    """Sends hints between the users of one store that a value is new. A topic is a value's name.
+    """A channel for hints between the users of one store: a hint says that a value is new.
 
-    A message may be lost, arrive twice, or arrive late. A listener therefore reads the store first,
-    again after each message, and from time to time without a message.
+    A hint is a message about a topic, which is the name of the value. A message may be lost, arrive
+    twice, or arrive late. A listener therefore reads the store first, again after each message, and
+    from time to time without a message.
     """
 
     def running(self) -> AbstractAsyncContextManager[None]:
@@ -237,7 +238,7 @@ def check_name(name: str) -> str:
 
 
 class CheckedNames(tuple[str, ...]):
-    """Names that `check_names` has accepted and need not check again."""
+    """Names that `check_names` has accepted, so that a second check returns at once."""
 
     __slots__ = ()
 
@@ -508,7 +509,11 @@ class Capabilities:
 
     @classmethod
     def common_to(cls, every: Sequence[Capabilities]) -> Capabilities:
-        """Return the capabilities that all stores have whose capabilities are `every`."""
+        """Return the capabilities that each of several stores has.
+
+        Args:
+            every: the capabilities of each store.
+        """
         return cls(*(all(getattr(one, f.name) for one in every) for f in fields(cls)))
 
 

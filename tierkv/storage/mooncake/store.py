@@ -1,10 +1,10 @@
 """The store on Mooncake, a cluster of a master and providers.
 
-Providers lend memory for values; the master records which provider has a value. Values move between
-the caller's buffers and the providers over TCP or RDMA, without a copy in tierkv. Mooncake has no
-empty values, no times to live (it evicts the least recently used values), and no listing. Its calls
-block, so threads make them. A provider that stops answering blocks such a thread, and the use of
-the caller's buffers, for some seconds.
+Providers are nodes that lend memory for values; the master records which provider has a value.
+Values move between the caller's buffers and the providers over TCP or RDMA, without a copy in
+tierkv. Mooncake has no empty values, no times to live (it evicts the least recently used values),
+and no listing. Its calls block, so threads make them. If a provider stops answering, such a thread
+is blocked for some seconds, and the caller's buffers stay in use for that time.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ class MooncakeValues:
 
         Args:
             items: one batch of `batches_to_get`.
-            given_up: shared by all batches of a caller. The call sets it if it took long and had no
-                answer; batches that begin later then fail at once.
+            given_up: shared by all batches of a caller. A batch that waits long and gets no answer
+                sets the event; batches that begin later then fail at once.
         """
         if given_up.is_set():
             return [GetOutcome(GetStatus.FAILED, self._unsent(item.name)) for item in items]
@@ -289,8 +289,8 @@ class MooncakeValues:
 
         Args:
             items: one batch of `batches_to_put`.
-            given_up: shared by all batches of a caller. The call sets it if it took long and had no
-                answer; batches that begin later then fail at once.
+            given_up: shared by all batches of a caller. A batch that waits long and gets no answer
+                sets the event; batches that begin later then fail at once.
         """
         if given_up.is_set():
             return [PutOutcome(PutStatus.FAILED, self._unsent(item.name)) for item in items]
@@ -305,10 +305,7 @@ class MooncakeValues:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _put_one(self, item: PutItem, state: int) -> PutOutcome | None:
-        """Return the outcome of a value that cannot be written in a batch.
-
-        None for one that can.
-        """
+        """Return the outcome of a value that no batch can write; None if a batch can."""
         if not item.num_bytes:
             reason = f"{item.name} is empty, and Mooncake stores no empty values"
             return PutOutcome(PutStatus.FAILED, reason)

@@ -1,4 +1,4 @@
-"""A Redis cluster: sends each command to the server of its hash slot, also after slots move.
+"""Commands to a Redis cluster, each sent to the server of its hash slot, also after slots move.
 
 A cluster divides names into 16,384 hash slots. Each slot is stored by one server, its master. If a
 server refuses a command or does not answer, the table of slots is read again (CLUSTER SLOTS).
@@ -177,10 +177,7 @@ class ClusterRouter:
         return answers
 
     def _by_master(self, names: Sequence[str]) -> dict[Address | None, list[int]]:
-        """Return, for each master, the indexes of its names.
-
-        Names of unknown masters are under None.
-        """
+        """Return the indexes of the names by the address of their master; None for no master."""
         table = self._topology.table
         # Addresses are grouped by identity first: hashing a thousand of them takes 0.5 ms.
         ranges: dict[int, tuple[Address | None, list[int]]] = {}
@@ -349,7 +346,7 @@ def _host(host: object, more: Sequence[object]) -> str:
 
 
 def masters(table: Sequence[Address | None]) -> list[Address]:
-    """Return the different addresses in a table of slots, sorted by host and port."""
+    """Return each address in a table of slots once, sorted by host and port."""
     found = {address for address in table if address is not None}
     return sorted(found, key=lambda address: (address.host, address.port))
 
@@ -435,7 +432,7 @@ class Topology:
         return member.node
 
     def note(self, slot: int, address: Address) -> None:
-        """Record that a slot has moved, and let the task read the table of slots again soon.
+        """Record that a slot has moved, and have the table of slots read again soon.
 
         Args:
             slot: number of the hash slot, 0 to 16,383.
@@ -445,11 +442,11 @@ class Topology:
         self.doubt()
 
     def doubt(self) -> None:
-        """Let the task read the table of slots again soon, because the present one may be wrong."""
+        """Have the table of slots read again soon, because it may be wrong."""
         self._stale.set()
 
     async def refresh(self) -> None:
-        """Let the task read the table of slots again, and wait until it has tried.
+        """Have the table of slots read again, and wait until that has succeeded or failed.
 
         The wait ends after the time limit of one exchange at the latest.
         """

@@ -53,7 +53,8 @@ class RedisNotifier:
 
     Args:
         connect: returns a logged-in redis-py connection to a server that receives every message.
-        publish: sends PUBLISH with a topic and a message; raises StoreUnavailableError.
+        publish: sends PUBLISH with a topic and a message; raises StoreUnavailableError if that
+            fails.
         url: the store's URL without password, for logs.
     """
 
@@ -227,13 +228,11 @@ class _BehavesWell:
     _writer: StreamWriter | None
 
     async def disconnect(self, *_: object, **__: object) -> None:
-        """Close at once, and drop unsent bytes."""
         if self._writer is not None:
             self._writer.transport.abort()
         await super().disconnect(nowait=True)  # type: ignore[misc]
 
     async def read_response(self, *args: object, **options: object) -> object:
-        """Return the next reply; raise InvalidResponse for one that redis-py cannot parse."""
         try:
             return await super().read_response(*args, **options)  # type: ignore[misc]
         except (TypeError, ValueError) as error:

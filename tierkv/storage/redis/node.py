@@ -337,7 +337,7 @@ class RedisNode:
 
         Raises:
             StoreUnavailableError: the server refused the command or did not answer.
-            StoreCorruptError: the command is for strings, and the value is not a string.
+            StoreCorruptError: the value is not a string, as the command requires.
         """
         [outcome] = await self.pools[Purpose.QUESTION].ask(
             [question(*command, num_bytes=num_bytes)]
@@ -463,10 +463,7 @@ class RedisNode:
     async def _describe(
         self, talk: Conversation, names: Sequence[str], moving: MutableSequence[str]
     ) -> Sequence[StoredValue]:
-        """Return size and expiry of values.
-
-        Add names that are moving to another server to `moving`.
-        """
+        """Return size and expiry of values; append names that change their server to `moving`."""
         values = []
         now = self._clock.wall()
         for part in cut(names, NAMES_PER_COMMAND):
@@ -507,14 +504,14 @@ def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
     """Return `reply`, or raise the error that it stands for.
 
     Args:
-        reply: the reply to `command`.
+        reply: the reply to `command`, or the reason why there is none.
         command: verb and arguments, for error messages.
 
     Raises:
         StoreUnavailableError: there is no reply, or the server refused the command.
         StoreRefusedError: the server refused a change of values, for example because it is a
             replica.
-        StoreCorruptError: the command is for strings, and the value is not a string.
+        StoreCorruptError: the value is not a string, as the command requires.
     """
     if isinstance(reply, Unanswered):
         raise StoreUnavailableError(reply.reason)

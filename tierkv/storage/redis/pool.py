@@ -239,10 +239,7 @@ class ConnectionPool:
                 wire.close(Unanswered("is closed"))
 
     async def _next(self, wire: Wire | None) -> WireRequest:
-        """Wait for the next request that the task of `wire` has to submit.
-
-        None for no connection yet.
-        """
+        """Wait for a queued request and pop it, for the task whose connection is `wire`."""
         while True:
             while wire is not None and not (wire.is_lost or wire.has_room):
                 self._wake_one()  # another task can take the request
@@ -287,10 +284,7 @@ class ConnectionPool:
         return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
 
     def _pop(self) -> WireRequest | None:
-        """Remove and return the oldest request without outcome.
-
-        None for none, or if the window is full.
-        """
+        """Pop the oldest request that still waits; None if none does or the window is full."""
         while self._waiting and self._window.has_room:
             request = self._waiting.popleft()
             if request.outcome is None:
@@ -306,7 +300,6 @@ class ConnectionPool:
                 return
 
     async def _connect(self) -> Wire:
-        """Return a new connection, after the login."""
         access = self._access
         deadline_s = access.settings.connect_timeout_s
         try:

@@ -4,8 +4,8 @@ r"""The Redis protocol (RESP2) without I/O. Values in requests and replies are n
     '- scratch -'  '------ the caller's buffers ----'  '--- scratch ---'
 
 The parser returns the buffers for the next bytes, so that the socket writes a value directly into
-the caller's buffers. Only those bytes of a value are copied that arrive together with the line
-before the value, which states its length: they arrive in the scratch buffer.
+the caller's buffers. An exception is the start of a value that arrives together with the line
+before it, which states the value's length: it arrives in the scratch buffer and is copied.
 """
 
 from __future__ import annotations

@@ -198,10 +198,7 @@ class RedisStore(BaseStore):
             await self._read_clock(router, access)
 
     async def _read_clock(self, router: Router, access: RedisAccess) -> None:
-        """Measure how far a server's clock differs from this machine's.
-
-        Skip this if it has no answer.
-        """
+        """Measure the difference between a server's clock and this machine's, if it answers."""
         try:
             new_connection = connection_factory(await router.nodes()[0].locate(), access)
             deadline_s = access.pace.deadline_s(0)
@@ -335,7 +332,7 @@ class RedisStore(BaseStore):
         return ListPage(tuple(values.values()), after)
 
     async def _found_on_their_way(self, names: Sequence[str]) -> dict[str, StoredValue]:
-        """Return, by name, values that are moving, from the server that has each one now."""
+        """Return size and expiry of values that are moving between servers, by name."""
         calls = [
             KeyCommand(name, partial(question, verb, name))
             for name in names
@@ -360,7 +357,7 @@ class RedisStore(BaseStore):
         await random.choice(self._opened().nodes()).ask("PUBLISH", topic, message)
 
     async def _connect_to_hear(self) -> RedisConnection:
-        """Return an open connection to any server that answers: each one receives every message."""
+        """Return an open connection to any server that answers; each receives every message."""
         failure: Exception = StoreUnavailableError(f"{self.url} has no server that can be reached")
         nodes = list(self._opened().nodes())
         random.shuffle(nodes)

@@ -382,7 +382,7 @@ class WireRequest:
                 self.batch.one_ended()
 
     def abandon(self) -> None:
-        """End the request if it was not sent; if it was, only forbid to send it again."""
+        """End an unsent request; for a sent one, only prevent that it is sent again."""
         self.may_retry = False
         if not self.was_sent:
             self.settle(Unanswered("withdrawn: its caller was cancelled"))
@@ -473,7 +473,7 @@ class Turn:
         self.left -= num_bytes
 
     def when_next(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` once, at the start of the next turn, when bytes may be sent again."""
+        """Call `go_on` once, in the next event loop iteration, when bytes may be sent again."""
         self._waiting.append(go_on)
 
     def _begin(self) -> None:
@@ -626,9 +626,12 @@ class Wire:
         await self._room.wait()
 
     def close(self, failure: Unanswered) -> None:
-        """Close the socket, and pass requests in flight with `failure` to the owner's `requeue`.
+        """Close the socket, and let the owner retry or fail the requests in flight.
 
         A repeated call does nothing.
+
+        Args:
+            failure: the reason for the owner, see `Owner.requeue`.
         """
         if self.is_lost:
             return
@@ -706,10 +709,7 @@ class Wire:
             self._room.set()
 
     def _answer(self, replies: list[Reply]) -> list[Reply]:
-        """Assign replies to the oldest request.
-
-        Return the replies that belong to later requests.
-        """
+        """Assign replies to the oldest request; return those that belong to later requests."""
         first = replies[0]
         if not self.has_answered and isinstance(first, Refused) and first.turns_away:
             why = f"refuses connections ({first.message:.80})"
