@@ -1,10 +1,10 @@
 """A cache for Hugging Face transformers, whose prefixes outlive a call of `generate`.
 
-`TierKVCache` is passed as `past_key_values`. It owns device memory for one sequence. The blocks are
-contiguous there, so that attention reads loaded blocks in place:
+`TierKVCache` is passed as `past_key_values`. The cache owns device memory for one sequence, with
+contiguous blocks, so that attention reads loaded blocks in place. The calls of one `generate`:
 
-    generate -> begin               finds the prefix: device, host, storage; loads start while
-                                    `generate` prepares itself
+    generate -> begin               finds the prefix on device, host and in storage; loads start
+                                    while `generate` prepares itself
              -> forward: prepare    the model is given only the tokens that are not cached
                 layer.update        waits for this layer's load, appends, returns a view
                 settle              after a failed load: runs the model on the lost tokens
@@ -70,18 +70,18 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-FORMAT = "transformers v1"  # how the bytes of a block lie
+FORMAT = "transformers v1"  # the order of bytes in a block
 _ALIGNMENT = 512
-_MIN_TOKENS = 1024  # that a device room has place for
+_MIN_TOKENS = 1024  # smallest number of tokens of a device room
 _SPARE = 4  # a room that has to grow gets a quarter more than is needed
-_MAX_KEPT = 0.75  # of the host tier, of one sequence: the rest is for what comes next
+_MAX_KEPT = 0.75  # largest share of the host tier for one sequence: the rest is for the next one
 _COPY_S = 60.0  # a copy between host and device that takes longer is a fault of the machine
-_KEEP_S = 5.0  # what has no host slot by then is not kept
+_KEEP_S = 5.0  # longest wait for host slots; blocks without one are not copied
 _FIND_S = 12.0  # the service itself ends a lookup after 10
 _SLOTS_S = 0.05
-_HELD_UP_S = 0.1  # longest wait of a text for host slots for the text before it
+_HELD_UP_S = 0.1  # longest time that a text waits while the text before it gets host slots
 _ANSWER_S = 2.0
-_SAMPLES = 64  # of each weight
+_SAMPLES = 64  # number of hashed elements of each weight
 # After a hit transformers computes with a mask, which may double the time of long texts (32k tokens
 # on an H100: 2.9 s after 64 tokens, 1.4 s from the first): a smaller share of them is no hit.
 _LONG_TOKENS, _MIN_SHARE = 4096, 1 / 8
@@ -109,14 +109,14 @@ _ONE_ROW = (
 
 @dataclass(frozen=True, slots=True)
 class PromptHit:
-    """Numbers of a prompt's tokens, by the source of their KV.
+    """The sources of the KV of a prompt's tokens, as numbers of tokens.
 
     Attributes:
         device: tokens whose KV was still on the device.
         host: tokens that were loaded from host memory.
         storage: tokens that were fetched from the store.
         computed: tokens that the model computed.
-        problem: reason why fewer tokens were loaded than are cached; None without a problem.
+        problem: the error because of which cached tokens were computed; None without an error.
     """
 
     device: int = 0
@@ -152,12 +152,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     """A layer of `TierKVCache`: attention gets views of the layer's contiguous device blocks.
 
     Attributes:
-        length: number of tokens that the layer has.
+        length: number of tokens whose keys and values the layer has.
 
     Args:
         number: number of the layer.
         wait: called before the layer's blocks are read or written, with the number of the layer and
-            the number of tokens that it will then have.
+            the number of tokens that the layer will then have.
     """
 
     is_sliding = False
@@ -178,7 +178,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         Args:
             room: the device memory of the sequence.
             planes: numbers of the planes of keys and of values in `room`.
-            length: number of tokens that the planes hold.
+            length: number of tokens in the planes.
         """
         self._room = room
         self._keys, self._values = planes
@@ -192,13 +192,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the memory exists before the first token.
 
-        See `CacheLayerMixin.lazy_initialization`.
+        Args:
+            key_states: ignored.
+            value_states: ignored.
         """
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the new tokens' keys and values; return views of those of all tokens.
+        """Append the new tokens' keys and values.
+
+        Return views of the keys and values of all tokens.
 
         Args:
             key_states: [1, kv_heads, new tokens, dim].
@@ -245,8 +249,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Remove tokens from the end.
 
         Args:
-            tokens_to_remove: -n removes n tokens; n, as older versions of transformers pass, keeps
-                the first n.
+            tokens_to_remove: -n to remove the last n tokens; n > 0 to leave the first n tokens, as
+                older versions of transformers do; 0 to do nothing.
         """
         if tokens_to_remove:
             left = tokens_to_remove + (self.length if tokens_to_remove < 0 else 0)
@@ -256,7 +260,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._set_length(0)
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        """Raise BadRequestError: the call needs several rows (beams), and the cache holds one."""
+        """Raise BadRequestError: the call needs several rows (beams), and the cache has one row."""
         raise BadRequestError(_ONE_ROW)
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
@@ -266,15 +270,15 @@ class _DeviceRoom:
     """Device memory for one sequence: contiguous blocks for each plane, in one allocation.
 
     Attributes:
-        num_tokens: number of tokens that have room.
+        num_tokens: number of tokens that fit.
         planes: uint8 [num_blocks, block_bytes] each, in the order of the layout.
         states: the same memory as [1, heads, num_tokens, dim] each.
 
     Args:
         like: keys and values of one token, [1, heads, 1, dim] each, in the order of the layout's
-            planes.
+            planes; they set dtypes and device.
         layout: the layout of a block.
-        num_tokens: number of tokens to make room for; rounded up to whole blocks.
+        num_tokens: number of tokens to allocate memory for; rounded up to whole blocks.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], layout: Layout, num_tokens: int) -> None:
@@ -282,7 +286,9 @@ class _DeviceRoom:
         self.num_tokens = num_blocks * layout.block_size
         sizes = [num_blocks * plane.block_bytes for plane in layout.planes]
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        with torch.inference_mode(mode=False):  # or nothing outside of such a mode could write it
+        with torch.inference_mode(
+            mode=False
+        ):  # tensors made in inference mode cannot be written outside of it
             memory = torch.empty(sum(padded), dtype=torch.uint8, device=like[0].device)
         self.planes: list[torch.Tensor] = []
         self.states: list[torch.Tensor] = []
@@ -300,14 +306,18 @@ class _DeviceRoom:
     def cut(self, start: int, stop: int) -> Sequence[torch.Tensor]:
         """Return views of tokens [start, stop) of every plane, [1, heads, tokens, dim] each."""
         # One cut serves all layers, in a tenth of the time of one per layer.
-        key = (start, stop, torch.is_inference_mode_enabled())  # its views stay in that mode
+        key = (
+            start,
+            stop,
+            torch.is_inference_mode_enabled(),
+        )  # views made in inference mode stay in it
         found = self._cuts.get(key)
         if found is None:
             if self._every is None:
                 found = [one.narrow(2, start, stop - start) for one in self.states]
             else:
                 found = self._every.narrow(3, start, stop - start).unbind()
-            if len(self._cuts) > 1:  # of the pass before: what was written, and all there was
+            if len(self._cuts) > 1:  # those of the pass before: new tokens, and all tokens
                 self._cuts.clear()
             self._cuts[key] = found
         return found
@@ -320,7 +330,7 @@ class _Load:
     Attributes:
         key: name of the lookup in the engine cache.
         number: number of the load's plan.
-        valid: number of leading tokens whose KV is right even if the load fails.
+        valid: number of the sequence's leading tokens that the load does not write.
     """
 
     key: str
@@ -334,7 +344,7 @@ class _Begun:
 
     Attributes:
         tokens: int64 [n], the prompt.
-        hit: the places that the tokens' KV comes from.
+        hit: the sources of the tokens' KV.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -342,11 +352,11 @@ class _Begun:
 
     @property
     def num_there(self) -> int:
-        """The number of leading tokens that the model need not compute."""
+        """Number of leading tokens that the model need not compute."""
         return len(self.tokens) - self.hit.computed
 
     def is_of(self, tokens: npt.NDArray[np.int64], max_tokens: int) -> bool:
-        """Return True if `tokens` begin with this prompt, and `max_tokens` permits its hit."""
+        """Return True if `tokens` begin with this prompt, and its hit has at most `max_tokens`."""
         begins = np.array_equal(tokens[: len(self.tokens)], self.tokens)
         return begins and self.num_there <= max_tokens
 
@@ -358,17 +368,17 @@ class TierKVCache(Cache):  # type: ignore[misc]
         model.generate(**inputs, past_key_values=cache)
         print(cache.last_hit)
 
-    Each `generate` finds the longest prefix of its input that is still in the model's cache, in
-    host memory or in the store, and computes the rest. Afterwards the KV of all tokens is kept,
-    generated tokens included. Blocks that the store does not deliver in time are computed.
+    Each `generate` finds the longest prefix of its input in the cache's device memory, in host
+    memory or in the store, and computes the rest. Afterwards the KV of all tokens is cached,
+    including the generated tokens. Blocks that the store does not deliver in time are computed.
 
-    A cache holds one sequence at a time: one row, no beams, no padding. Inputs beside token ids
-    that change keys and values (images, embeddings, token types) are refused. Your own loop over
-    `model(...)` works inside `with cache.sequence():`; the model then returns logits only for the
-    tokens that it computed, not for cached tokens.
+    A cache has one sequence at a time: one row, no beams, no padding. Inputs other than token ids
+    that change keys and values (images, embeddings, token types) are refused. A loop of your own
+    over `model(...)` works inside `with cache.sequence():`; the model then returns logits only for
+    the tokens that it computed, not for cached tokens.
 
     Attributes:
-        last_hit: the places that the last sequence's KV came from.
+        last_hit: the sources of the KV of the last sequence's tokens.
     """
 
     @classmethod
@@ -394,13 +404,13 @@ class TierKVCache(Cache):  # type: ignore[misc]
             store: storage URL, see docs/storage.md; None for host memory alone.
             host_bytes: bytes of host memory, which is pinned for a GPU.
             block_size: tokens of a block.
-            ttl_s: seconds that a value lives in the store; None for as long as the store keeps it.
+            ttl_s: seconds that a value stays in the store; None for as long as the store keeps it.
             revision: name of the weights. None hashes the weights, which reads them once; models
-                then share KV if their configuration and every weight are equal. Active PEFT
-                adapters and their scales count in either case.
+                then share KV if their configuration and every weight are equal. In both cases,
+                models with other active PEFT adapters or scales do not share KV.
             tenant: name of the owner of the blocks; other tenants do not find them.
-            fetch_policy: BEST_EFFORT fetches if that is estimated to be faster than computing,
-                WAIT_COMPLETE fetches all stored blocks.
+            fetch_policy: BEST_EFFORT fetches blocks if fetching is estimated to be faster than
+                computing, WAIT_COMPLETE fetches all stored blocks.
             settings: further settings of the store; None for the defaults.
             device: the device that the model is on; None makes one for PyTorch's current stream.
 
@@ -410,7 +420,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             StoreUnavailableError: the store cannot be used.
         """
         virtual = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
-        if virtual:  # of prompt and prefix tuning
+        if virtual:  # prompt or prefix tuning
             raise ConfigError(
                 "PEFT's prompt and prefix tuning put virtual tokens before the text, and "
                 "their KV cannot be cached: use LoRA, or generate without this cache"
@@ -485,16 +495,20 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._moves = moves
         self._process = os.getpid()
         self._turn = threading.Lock()
-        self._fed: list[tuple[int, torch.Tensor]] = []  # where they start, [tokens]
-        self._stop = 0  # how many tokens there are after the forward pass under way
-        self._held = np.zeros(0, np.int64)  # the tokens of the last sequence, which the room has
-        self._num_kept = 0  # leading tokens of the sequence that lookups find
-        self._keeping: _Asked[int] | None = None  # uses the engine and the room until it is over
-        self._is_whole = True  # False: what changes it was broken off, by Ctrl-C or a signal
-        self._is_kept = True  # the host has what it is to have of the sequence
+        self._fed: list[
+            tuple[int, torch.Tensor]
+        ] = []  # (position of the first, token ids [tokens])
+        self._stop = 0  # number of tokens after the running forward pass
+        self._held = np.zeros(0, np.int64)  # the tokens whose KV the room has
+        self._num_kept = 0  # number of the sequence's leading tokens that lookups find
+        self._keeping: _Asked[int] | None = None  # uses the room until it ends
+        self._is_whole = (
+            True  # False if Ctrl-C or a signal has interrupted a change of the sequence
+        )
+        self._is_kept = True  # False if the sequence has tokens that `_keep` has not seen
         self._load: _Load | None = None
         self._begun: _Begun | None = None
-        self._hit = _NO_HIT  # of the forward pass under way
+        self._hit = _NO_HIT  # of the running forward pass
         self._timer = _Timer(like[0].device)
         self._stream = _stream_of(like[0].device)
         self._place(0)
@@ -505,11 +519,11 @@ class TierKVCache(Cache):  # type: ignore[misc]
     def sequence(self, prompt: torch.Tensor | None = None) -> Iterator[Self]:
         """Treat all calls of the model in the body as one text from its first token on.
 
-        The KV of the text is kept at the end. `generate` enters a sequence by itself.
+        The KV of the text is cached at the end. `generate` enters a sequence by itself.
 
         Args:
-            prompt: token ids [1, tokens] that the model will be given first; None if they are not
-                known. Loads of their cached tokens start at once.
+            prompt: token ids [1, tokens] that the model will be given first, whose cached part
+                begins to load at once; None if the ids are not known.
 
         Raises:
             BadRequestError: another sequence runs.
@@ -524,7 +538,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             )
         with self._turn:
             self._moves.hurry()
-            self._keep()  # what the model was given outside of any
+            self._keep()  # the text of calls outside a sequence
             self.last_hit = PromptHit()
             self._fed.clear()
             self._stop = 0
@@ -533,13 +547,13 @@ class TierKVCache(Cache):  # type: ignore[misc]
                     if prompt is not None:
                         self._begin(prompt)
                     self._place(0)
-                    self._check_model()  # while blocks move
+                    self._check_model()  # while the load runs
                 yield self
             finally:
                 self._keep()
 
     def reset(self) -> None:
-        """End the current text, whose KV is kept, and begin a new text.
+        """End the current text, whose KV is cached, and begin a new text.
 
         For callers of `model(...)` that do not use `sequence`.
         """
@@ -559,7 +573,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
             arguments: keyword arguments of the call.
 
         Raises:
-            BadRequestError: the arguments cannot be served from a cache.
+            BadRequestError: the model or an argument does not fit this cache.
+            ShuttingDownError: this cache is closed.
         """
         if model is not self._model:
             raise BadRequestError(
@@ -598,10 +613,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
         return given
 
     def settle(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return None if the forward pass has read the right KV, else arguments for a second pass.
+        """Return the arguments of a second forward pass if a load has failed, otherwise None.
 
-        A hook calls this after each forward pass. A load that failed makes the second pass
-        necessary, which computes the tokens that did not load.
+        A hook calls this after each forward pass. The second pass computes the tokens that did not
+        load.
 
         Args:
             arguments: keyword arguments of the forward pass, made by `prepare`.
@@ -642,10 +657,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
         return self._moves.engine.stats().wait(_COPY_S)
 
     def verify(self) -> list[str]:
-        """Recount host slots, leases (references against eviction) and promises (held blocks).
+        """Compare a recount of host slots, leases and protected blocks with the cache's own counts.
 
         Returns:
-            A sentence for each fault; empty if the counts are right.
+            A sentence for each difference; empty if there is none.
         """
         self._check_open()
         self._kept()
@@ -683,7 +698,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Mark the sequence as broken until the body ends or raises a TierKVError."""
+        """Mark the sequence as broken until the body has ended or raised a TierKVError."""
         self._is_whole = False
         try:
             yield
@@ -693,7 +708,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._is_whole = True
 
     def _start_anew(self) -> None:
-        """Wait for all running copies, and empty the device room."""
+        """Wait for all running copies, and forget the sequence."""
         self._moves.start_anew(self._room)
         self._load = self._begun = None
         self._fed.clear()
@@ -716,7 +731,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._begun = _Begun(tokens, self._bring(0, tokens, len(tokens) - 1))
 
     def _pop_begun(self, ids: torch.Tensor, max_tokens: int) -> PromptHit | None:
-        """Use the load that `_begin` started, or drop it and return None if it does not fit."""
+        """Return the hit of the load that `_begin` started.
+
+        Cancel it and return None if it does not fit.
+        """
         begun, tokens = self._begun, ids[0].cpu().numpy()
         if (
             begun is None
@@ -731,12 +749,12 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     def _forget_begun(self) -> None:
         load, self._load, self._begun = self._load, None, None
-        if load is not None:  # into the place of the text before
+        if load is not None:  # it has overwritten the text before
             self._moves.failed(load)
             self._held, self._num_kept = self._held[:0], 0
 
     def _place(self, num_tokens: int) -> None:
-        """Make every layer show the first `num_tokens` tokens of the device memory."""
+        """Set the length of every layer to the first `num_tokens` tokens of the device memory."""
         for layer, planes in zip(self.layers, self._layout.planes_of_layer, strict=True):
             layer.place(self._room, planes, num_tokens)
 
@@ -761,7 +779,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._num_kept = min(self._num_kept, have)
         hit = PromptHit(have - start, 0, 0, start + len(new) - have)
         found, load = Found(0), None
-        if have < max_tokens and not start % size:  # a load brings whole blocks, and none half made
+        if have < max_tokens and not start % size:  # a load writes whole blocks
             found, load = self._moves.load(tokens, have, max_tokens)
         if load is None:
             self._place(have)
@@ -786,7 +804,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._moves.wait_layer(self._load, layer)
 
     def _keep(self) -> None:
-        """End the current text: note its tokens, and start copying its new blocks to the host."""
+        """End the current text: record its tokens, and start copying its new blocks to the host."""
         self._kept()
         if not self._is_whole:
             self._start_anew()
@@ -794,7 +812,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
             if self._begun is not None:
                 self._forget_begun()
             load, self._load = self._load, None
-            if load is not None and self._moves.failed(load):  # and the forward pass did not end
+            if load is not None and self._moves.failed(
+                load
+            ):  # the forward pass did not end, either
                 self._place(load.valid)
             if not self._is_kept:
                 self._keep_text()
@@ -822,7 +842,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         found = np.zeros(max((at + len(ids) for at, ids in self._fed), default=0), np.int64)
         if self._fed:
             every, read = torch.cat([ids for _, ids in self._fed]).cpu().numpy(), 0
-            for start, ids in self._fed:  # a later one replaces what was cropped
+            for start, ids in self._fed:  # later tokens replace cropped ones
                 found[start : start + len(ids)] = every[read : read + len(ids)]
                 read += len(ids)
         return found[:num_tokens]
@@ -840,14 +860,13 @@ class TierKVCache(Cache):  # type: ignore[misc]
 class _Moves:
     """A thread that makes all calls of the engine cache and waits for them, with deadlines.
 
-    The thread exists because Ctrl-C and signal handlers interrupt the main thread anywhere, but
-    never this one.
+    Ctrl-C and signal handlers interrupt the main thread at any point, but never this thread.
 
     Args:
         device: the device that copies.
         planes: the device blocks that loads write and saves read.
-        engine: the cache of host memory and store.
-        max_kept_blocks: largest number of blocks of one sequence to keep.
+        engine: the cache with host memory and store.
+        max_kept_blocks: largest number of blocks of one sequence to copy to the host.
     """
 
     def __init__(
@@ -860,43 +879,49 @@ class _Moves:
         self._planes = planes
         self._max_kept_blocks = max_kept_blocks
         self._numbers = itertools.count()
-        self._loads: dict[str, _Load] = {}  # under way, by key
-        self._hurries = False  # somebody waits for what is being kept
+        self._loads: dict[str, _Load] = {}  # running, by key
+        self._hurries = False  # True if another text waits for the running `keep`
         self._todo: SimpleQueue[_Asked[Any] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._live, name="tierkv-moves", daemon=True)
         self._thread.start()
 
     def use(self, room: _DeviceRoom) -> None:
-        """Make later loads and saves use the memory of `room`."""
+        """Let later loads and saves use the memory of `room`."""
         self._ask(self._use, room).result()
 
     def load(
         self, tokens: npt.NDArray[np.int64], have: int, max_tokens: int
     ) -> tuple[Found, _Load | None]:
-        """Look up the tokens after the first `have`, and start loading those that are cached."""
+        """Look up the tokens after the first `have`, and start loading the cached ones."""
         self.hurry()
         return self._ask(self._start_load, tokens, have, max_tokens).result()
 
     def failed(self, load: _Load) -> bool:
-        """Wait for the load and return True if a block is missing; TransferError after 60 s."""
+        """Wait for the end of the load; return True if a block is missing.
+
+        TransferError is raised after 60 s.
+        """
         return self._ask(self._has_failed, load).result()
 
     def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> _Asked[int]:
-        """Copy a text's new blocks to the host, and return the future number of findable tokens."""
+        """Copy a text's new blocks to the host.
+
+        The result is the number of tokens that lookups find.
+        """
         self._hurries = False
         return self._ask(self._kept, tokens, num_kept)
 
     def hurry(self) -> None:
-        """Make a running `keep` give up soon if no host slot is free."""
+        """Let a running `keep` give up soon if no host slot is free."""
         self._hurries = True
 
     def note_prefills(self, computed: Sequence[tuple[int, float]]) -> None:
-        """Report to the cache pairs of a number of computed tokens and their seconds."""
+        """Record pairs of computed tokens and seconds, to estimate the model's speed."""
         for num_tokens, seconds in computed:
             self._ask(self.engine.note_prefill, num_tokens, seconds)
 
     def start_anew(self, room: _DeviceRoom) -> None:
-        """Wait for the end of all loads, and make later loads use `room`."""
+        """Wait for the end of all loads, and let later loads and saves use `room`."""
         self._ask(self._end_all, room).result()
 
     def _ask(self, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> _Asked[T]:
@@ -950,7 +975,10 @@ class _Moves:
             self.engine.wait(left)
 
     def wait_layer(self, load: _Load, layer: int) -> None:
-        """Make the compute stream wait until a layer is loaded; `failed` reports a failed load."""
+        """Let the compute stream wait until a layer is loaded.
+
+        Only `failed` reports a failed load.
+        """
         with suppress(TierKVError):
             self._planes.wait_layer(load.number, layer, _COPY_S)
 
@@ -973,7 +1001,9 @@ class _Moves:
         size = self._layout.block_size
         stop = min(-(-len(tokens) // size), self._max_kept_blocks)
         prompt = Prompt(pack(tokens), size)
-        for first in dict.fromkeys((num_kept // size, 0)):  # all of it, if its start was evicted
+        for first in dict.fromkeys(
+            (num_kept // size, 0)
+        ):  # from 0 if the blocks before were evicted
             if first >= stop:
                 return num_kept
             try:
@@ -987,9 +1017,9 @@ class _Moves:
         return 0
 
     def _save(self, prompt: Prompt, first: int, stop: int) -> bool:
-        """Copy blocks [first, stop) to the host, and return True if lookups find all of them."""
+        """Copy blocks [first, stop) to the host; return True if lookups find all of them."""
         key, plans, left = f"saved {next(self._numbers)}", [], stop - first
-        kept: list[int] = []  # blocks, of each plan that the cache has answered
+        kept: list[int] = []  # number of findable blocks, for each answered plan
         deadline, held_up_s = time.monotonic() + _KEEP_S, 0.0
         while left and time.monotonic() < deadline and held_up_s < _HELD_UP_S:
             plan = self.engine.save(key, prompt, [range(first, stop)], [first])
@@ -1030,8 +1060,8 @@ class _Moves:
 class _Asked(Generic[T]):
     """A call for the thread of `_Moves`, and its outcome.
 
-    A `Future` is not used: its lock is taken and released in Python code, and a Ctrl-C there may
-    leave it locked. The queue here waits in C.
+    A Ctrl-C may leave the lock of a `Future` locked, as Python code acquires it. The queue here
+    waits in C.
 
     Args:
         work: the function to call.
@@ -1045,7 +1075,7 @@ class _Asked(Generic[T]):
         self._bell: SimpleQueue[None] = SimpleQueue()
 
     def run(self) -> None:
-        """Call the function, and keep its result or error for `result`."""
+        """Call the function, and set its result or error for `result`."""
         try:
             self._result = self._work()
         except BaseException as error:  # noqa: BLE001 - raised where the task is awaited
@@ -1063,9 +1093,9 @@ class _Asked(Generic[T]):
 
 
 class _Timer:
-    """Measures the seconds that the model takes for prompts.
+    """A clock for the seconds that the model takes to compute prompts.
 
-    On CUDA the times are known only after the device has finished, so `read` waits for that.
+    On CUDA, `read` waits until the device has computed them.
 
     Args:
         device: the device that the model computes on.
@@ -1085,7 +1115,7 @@ class _Timer:
             self._under_way = None
 
     def read(self) -> list[tuple[int, float]]:
-        """Return pairs of a number of tokens and its seconds, measured since the last call."""
+        """Return (number of tokens, seconds) of each prompt that was timed since the last call."""
         done, self._done = self._done, []
         if not self._is_cuda:
             return [(count, end - start) for count, start, end in done]
@@ -1108,15 +1138,15 @@ _REMEDY = "use another model, or generate without this cache"
 
 
 def check_model(model: PreTrainedModel, *, remedy: str = _REMEDY) -> None:
-    """Check that the KV of a token depends only on that token and the tokens before.
+    """Check that the KV of a token depends only on this token and the tokens before it.
 
     Args:
         model: the model to check; two short prompts are computed.
-        remedy: the end of an error sentence: what the user can do.
+        remedy: what the user can do, as the end of an error sentence.
 
     Raises:
         LayoutError: the model has sliding windows, recurrent states, an encoder, or a rope that
-            changes with the text's length, or its tokens see later tokens.
+            changes with the text's length, or its tokens attend to later tokens.
         ConfigError: the model is split over processes, or trains with dropout.
     """
     config = model.config.get_text_config(decoder=True)
@@ -1156,7 +1186,7 @@ def _is_causal(model: PreTrainedModel) -> bool:
     # The second layer is compared: the first layer's KV depends on each token alone.
     layers = [_computed(model, _FEW_TOKENS, last).layers[:2][-1] for last in (0, 1)]
     if not all(layer.is_initialized for layer in layers):
-        return True  # it is refused for that
+        return True  # another check refuses such a model
     one, other = (layer.values[:, :, : _FEW_TOKENS // 2] for layer in layers)
     most = max(_ROUNDING * torch.finfo(one.dtype).eps, _MIN_ROUNDING)
     return not bool((one - other).norm() > most * one.norm())
@@ -1172,7 +1202,7 @@ def _rope_types(value: object) -> Iterator[str]:
 
 
 def _computed(model: PreTrainedModel, num_tokens: int, last: int = 0) -> DynamicCache:
-    """Return the KV of a prompt: tokens 0 in its first half, tokens `last` in its second half."""
+    """Return the KV of a prompt of tokens 0 in its first half, and `last` in its second half."""
     cache = DynamicCache(config=model.config)
     taken = inspect.signature(model.forward).parameters
     arguments: dict[str, Any] = {_ARGUMENT if _ARGUMENT in taken else "past_key_values": cache}
@@ -1186,15 +1216,16 @@ def _computed(model: PreTrainedModel, num_tokens: int, last: int = 0) -> Dynamic
 
 
 def speeds(model: PreTrainedModel) -> Iterator[tuple[int, float]]:
-    """Measure the model: yield lengths of prompts in tokens, and the seconds of computing each.
+    """Measure the model: yield pairs of a prompt's length in tokens and its seconds of computing.
 
-    Longer prompts are left out once 0.2 s have been spent.
+    Prompts have fixed lengths from 32 to 2,048 tokens. The longer ones are left out once 0.2 s have
+    passed.
     """
     timer, most = _Timer(model.device), getattr(model.config, "max_position_embeddings", None)
     spent = 0.0
     for num_tokens in _SPEED_TOKENS:
         if spent < _SPEED_S and num_tokens < (most or _SPEED_TOKENS[-1] + 1):
-            for _ in range(2):  # the first of a size finds its kernels, and says nothing of others
+            for _ in range(2):  # the first of a size also loads kernels
                 timer.start(num_tokens)
                 _computed(model, num_tokens)
                 timer.stop()
@@ -1208,13 +1239,13 @@ def states_of_one_token(model: PreTrainedModel, *, remedy: str = _REMEDY) -> lis
 
     Args:
         model: the model; one token is computed.
-        remedy: the end of an error sentence: what the user can do.
+        remedy: what the user can do, as the end of an error sentence.
 
     Returns:
         Keys of layer 0, values of layer 0, keys of layer 1, and so on.
 
     Raises:
-        LayoutError: a layer keeps no keys and values, or keeps them in another shape.
+        LayoutError: a layer has no keys and values in the cache, or has them in another shape.
         ConfigError: the layers are on several devices.
     """
     cache = _computed(model, 1)
@@ -1302,7 +1333,7 @@ _LOOKERS = ("transformers.", "tierkv.")
 
 
 def _hooks_of(model: PreTrainedModel) -> list[int]:
-    """Return PyTorch's ids of the hooks that may change the model's output, and so its KV."""
+    """Return ids of the model's forward hooks, without those of transformers and tierkv."""
     found: list[int] = []
     for one in map(vars, model.modules()):
         for hooks in (one["_forward_pre_hooks"], one["_forward_hooks"]):
@@ -1313,7 +1344,7 @@ def _hooks_of(model: PreTrainedModel) -> list[int]:
 
 
 def _adapter_layers(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the layers into which PEFT has put adapters, by name."""
+    """Return, by name, the layers into which PEFT has put adapters."""
     # The property is looked up on the class: a lookup on a module without it takes 5 us.
     return {
         name: one
@@ -1361,7 +1392,7 @@ def _check_drops_nothing(model: PreTrainedModel) -> None:
 def content_of(model: PreTrainedModel) -> str:
     """Return a digest of the model's configuration and of all weights, as its identity.
 
-    For each weight the digest covers the sum of all its bits and a sample of its elements.
+    The digest covers the sum of all bits and a sample of the elements of each weight.
 
     Raises:
         ConfigError: a weight is not in memory.
@@ -1402,7 +1433,10 @@ def _num_common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> in
 
 
 def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
-    """Return the token ids [1, tokens] of a forward pass, or raise BadRequestError."""
+    """Return the token ids [1, tokens] of a forward pass.
+
+    Raise BadRequestError for other inputs.
+    """
     ids = given.get("input_ids")
     if ids is None:
         raise BadRequestError(
@@ -1432,7 +1466,7 @@ def _num_logits(given: Mapping[str, Any]) -> int:
 
 
 def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:
-    """Raise BadRequestError unless all tokens are unmasked, at positions start, start + 1, ..."""
+    """Raise BadRequestError if a token is masked, or the positions are not start, start + 1, ..."""
     mask = given.get("attention_mask")
     if mask is not None and (mask.ndim != 2 or not bool(mask.all())):  # noqa: PLR2004
         raise BadRequestError(
@@ -1455,7 +1489,7 @@ def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:
 
 
 def _without(given: Mapping[str, Any], count: int, num_tokens: int) -> dict[str, Any]:
-    """Return the arguments of a forward pass without the first `num_tokens` of `count` tokens."""
+    """Return a forward pass's arguments without the first `num_tokens` of its `count` tokens."""
     cut = {
         name: given[name][..., num_tokens:]
         for name in ("input_ids", *_BY_POSITION)
@@ -1465,7 +1499,7 @@ def _without(given: Mapping[str, Any], count: int, num_tokens: int) -> dict[str,
 
 
 def _install(model: PreTrainedModel) -> None:
-    """Make this model object use a `TierKVCache` that it is given, by hooks and a `generate`."""
+    """Add hooks and a `generate` to this model object that use a `TierKVCache` given to a call."""
     # Hooks and method are set on this object alone, so that a copy of the model gets its own.
     if "generate" not in vars(model):
         model.register_forward_pre_hook(_before, with_kwargs=True)
@@ -1474,7 +1508,7 @@ def _install(model: PreTrainedModel) -> None:
 
 
 def _generate(self: PreTrainedModel, *args: object, **arguments: object) -> object:
-    """Run the model's own `generate`, as one sequence of the given `TierKVCache`, if any."""
+    """Run the model's own `generate`, as one sequence of the call's `TierKVCache`, if any."""
     cache = _cache_in(arguments)
     generate = type(self).generate
     if cache is None:
@@ -1488,7 +1522,7 @@ def _generate(self: PreTrainedModel, *args: object, **arguments: object) -> obje
 def _prompt_of(
     model: PreTrainedModel, args: Sequence[object], arguments: Mapping[str, object]
 ) -> torch.Tensor | None:
-    """Return the token ids that `generate` gives the model first; None if they are not known."""
+    """Return the token ids of the model's first forward pass in `generate`; None if not known."""
     # With prefill in chunks, the first call gets only a part of the prompt.
     configs = (*args[1:2], arguments.get("generation_config"), model.generation_config)
     cuts = [arguments.get(_CHUNKS), *(getattr(one, _CHUNKS, None) for one in configs)]
