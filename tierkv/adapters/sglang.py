@@ -74,11 +74,11 @@ class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         store: URL of the store (docs/storage.md).
-        ttl_s: seconds that a page lives there after its last use; None for as long as the store
-            keeps it.
-        deadline_s: seconds after which an unanswered lookup counts as "not there".
+        ttl_s: seconds that a page stays in the store after its last use; None for as long as the
+            store keeps it.
+        deadline_s: seconds after which a lookup without an answer counts as a miss.
         revision: revision of the weights, if instances with other weights share the store under the
-            same name.
+            same model name.
         tenant: owner of the pages; instances of different tenants never find each other's pages.
         prefix: prefix of all names in the store.
         trust, key_file: signing or sealing of values (docs/security.md).
@@ -161,26 +161,28 @@ class TierKVHiCache(HiCacheStorage):
 
         Args:
             host_pool: the pool whose pages are stored and loaded.
-            host_pool_name: SGLang's name of the pool, by which later calls choose it.
+            host_pool_name: SGLang's name of the pool; later calls name the pool by it.
 
         Raises:
             LayoutError: the pool's pages cannot be stored; the message says what to do.
         """
         if self.registered_pools.get(host_pool_name) is host_pool:
-            return  # the pool of full attention comes both ways
+            return  # SGLang registers the pool of full attention in both ways
         try:
             self._pages[host_pool_name] = self._pages_of(host_pool, host_pool_name)
         except TierKVError:
-            self.close()  # SGLang may not, where it has attached all but this pool
+            self.close()  # SGLang may not close it after it has attached other pools
             raise
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """Return the number of leading pages of which the store has every byte.
+        """Return the number of leading pages that the store has completely.
 
-        See `HiCacheStorage.batch_exists`.
+        Args:
+            keys: SGLang's keys of a prompt's pages, in order.
+            extra_info: ignored.
         """
         names = _names(keys)
         asked = [pool.count(names) for pool in self._pools(PoolName.KV)]
@@ -194,8 +196,17 @@ class TierKVHiCache(HiCacheStorage):
     ) -> PoolTransferResult:
         """Return the number of leading pages that can be restored from all pools together.
 
-        See `HiCacheStorage.batch_exists_v2`. Some pools need every page of the prefix, others only
-        its last pages.
+        Some pools need every page of the prefix, and some only its last pages.
+
+        Args:
+            keys: SGLang's keys of a prompt's pages, in order.
+            pool_transfers: the pools other than that of full attention, each with the rule of which
+                pages it needs.
+            extra_info: ignored.
+
+        Returns:
+            The number of pages, the number by pool, and all numbers of leading pages that can be
+                restored.
         """
         num_pages = self.batch_exists(keys)
         hits: dict[str, int] = {PoolName.KV: num_pages} if num_pages else {}
@@ -217,7 +228,16 @@ class TierKVHiCache(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """See `HiCacheStorage.batch_get_v1`."""
+        """Load pages of full attention from the store into SGLang's host memory.
+
+        Args:
+            keys: SGLang's keys of the pages.
+            host_indices: the tokens' indices in the host pool, page after page.
+            extra_info: ignored.
+
+        Returns:
+            For each page, True if it was loaded.
+        """
         transfer = PoolTransfer(PoolName.KV, host_indices, keys=keys)
         return self.batch_get_v2([transfer])[PoolName.KV]
 
@@ -227,20 +247,45 @@ class TierKVHiCache(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """See `HiCacheStorage.batch_set_v1`."""
+        """Store pages of full attention from SGLang's host memory.
+
+        Args:
+            keys: SGLang's keys of the pages.
+            host_indices: the tokens' indices in the host pool, page after page.
+            extra_info: ignored.
+
+        Returns:
+            For each page, True if the store has it now.
+        """
         transfer = PoolTransfer(PoolName.KV, host_indices, keys=keys)
         return self.batch_set_v2([transfer])[PoolName.KV]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """See `HiCacheStorage.batch_get_v2`."""
+        """Load pages of several pools from the store into SGLang's host memory.
+
+        Args:
+            transfers: for each pool, the keys of the pages and the tokens' indices in the pool.
+            extra_info: ignored.
+
+        Returns:
+            By pool, True for each page that was loaded.
+        """
         return self._move(transfers, PagePool.load, "prefetch")
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """See `HiCacheStorage.batch_set_v2`."""
+        """Store pages of several pools from SGLang's host memory.
+
+        Args:
+            transfers: for each pool, the keys of the pages and the tokens' indices in the pool.
+            extra_info: ignored.
+
+        Returns:
+            By pool, True for each page that the store has now.
+        """
         return self._move(transfers, PagePool.store, "backup")
 
     def exists(self, key: str) -> bool:
@@ -253,7 +298,7 @@ class TierKVHiCache(HiCacheStorage):
     get = batch_get = set = batch_set = _refuse
 
     def clear(self) -> bool:
-        """Delete every stored page of this model, layout and rank, whichever instance stored it.
+        """Delete every stored page of this model, layout and rank, also pages of other instances.
 
         Returns:
             False if the store does not answer; some pages may then remain.
@@ -262,7 +307,7 @@ class TierKVHiCache(HiCacheStorage):
         return -1 not in [_answer(future, -1) for future in futures]
 
     def get_stats(self) -> StorageMetrics:
-        """Return the pages and GB/s of each transfer since the last call of this method.
+        """Return, for SGLang's metrics, the pages and GB/s of the transfers since the last call.
 
         The result is empty unless SGLang was started with metrics.
         """
@@ -278,14 +323,19 @@ class TierKVHiCache(HiCacheStorage):
         ranks = _ranks_of(self._config, host_pool, name)
         pages = _HostPages(host_pool, len(ranks))
         identity = _identity(self._config, self._own, host_pool, name)
-        for rank, parts in zip(ranks, pages.parts_by_rank, strict=False):  # none if it has no bytes
+        for rank, parts in zip(
+            ranks, pages.parts_by_rank, strict=False
+        ):  # no parts for a pool without bytes
             sizes = [part.shape[1] for part in parts]
             of_rank = {"rank": rank, "part_bytes": str(sizes)}
             pages.pools.append(self._storage.pool(identity | of_rank, *parts))
         return pages
 
     def _pools(self, name: str) -> list[PagePool]:
-        """Return the tierkv pools of SGLang's pool `name`, one per head shard, [] without bytes."""
+        """Return the tierkv pools for SGLang's pool `name`, one per shard of heads.
+
+        [] without pages.
+        """
         if name not in self._pages:
             raise ConfigError(
                 f"SGLang used the host pool {str(name)!r} without registering it: report "
@@ -299,7 +349,10 @@ class TierKVHiCache(HiCacheStorage):
         act: Callable[[PagePool, Sequence[bytes], Sequence[int]], Future[list[bool]]],
         kind: str,
     ) -> dict[str, list[bool]]:
-        """Run `act` for all pools at once, wait, and return each page's outcome by pool."""
+        """Run `act` for all pools at once and wait.
+
+        Return by pool, for each page, True for success.
+        """
         # All transfers are awaited: SGLang reuses a page as soon as this method returns.
         began_at = time.perf_counter()
         started: list[tuple[PoolTransfer, list[Future[list[bool]]] | None]] = []
@@ -310,7 +363,7 @@ class TierKVHiCache(HiCacheStorage):
                 pools = self._pools(transfer.name)
                 rows = self._pages[transfer.name].rows(transfer.host_indices, len(keys))
                 futures = [act(pool, _names(keys), rows) for pool in pools]
-            except Exception as error:  # noqa: BLE001 - others are under way, and are waited for
+            except Exception as error:  # noqa: BLE001 - other transfers run, and are waited for
                 log.error(
                     "%d pages of the pool %s were not stored or loaded: %s",
                     len(keys),
@@ -342,13 +395,13 @@ class _HostPages:
 
     Attributes:
         pools: tierkv pools in which the pages are stored, one for each of `num_ranks` ranks.
-        parts_by_rank: memory of the parts, uint8 [number of pages, bytes of the part] each, grouped
-            by rank.
+        parts_by_rank: for each rank, the memory of its parts, uint8 [number of pages, bytes of the
+            part] each.
         page_bytes: bytes of a page, all parts together; 0 for a pool without bytes.
 
     Args:
         pool: SGLang's host pool.
-        num_ranks: number of ranks by which pages are split into heads, so that instances with more
+        num_ranks: number of slices of heads into which a page is split, so that instances with more
             ranks find the pages; 1 for no split.
 
     Raises:
@@ -365,7 +418,7 @@ class _HostPages:
         try:
             first, sizes = self._at(0)
             if not len(first):
-                return  # no bytes: pools beside it have them
+                return  # no bytes: they are in other pools
             second, last = self._at(1)[0], self._at(count - 1)[0]
         except (ValueError, NotImplementedError, AssertionError) as error:
             raise LayoutError(f"{self._where}: {error}") from error
@@ -382,7 +435,7 @@ class _HostPages:
         self.parts_by_rank = [parts[at : at + per_rank] for at in range(0, len(parts), per_rank)]
 
     def rows(self, host_indices: torch.Tensor | None, num_pages: int) -> list[int]:
-        """Return the page numbers of token indices; LayoutError if they are not whole pages."""
+        """Return the page numbers of tokens' indices; LayoutError if these are not whole pages."""
         count = 0 if host_indices is None else len(host_indices)
         if host_indices is None or count != num_pages * self._pool.page_size:
             raise LayoutError(
@@ -407,7 +460,10 @@ class _HostPages:
         return self._meta(torch.arange(page * size, (page + 1) * size))
 
     def _meta(self, host_indices: torch.Tensor) -> tuple[_Ints, _Ints]:
-        """Return the address and the bytes of each part of each page, empty for an empty pool."""
+        """Return the address and the bytes of each part of each page.
+
+        Empty for a pool without bytes.
+        """
         if self._num_ranks > 1:
             meta = self._pool.get_split_heads_page_buffer_meta(host_indices, self._num_ranks)
         else:
@@ -425,7 +481,7 @@ class _HostPages:
 
 
 def _memory(address: int, count: int, stride: int, size: int) -> Pages:
-    """Return SGLang's memory as uint8 [count, size], rows `stride` bytes apart, without a copy."""
+    """Return SGLang's memory, uncopied, as uint8 [count, size] with rows `stride` bytes apart."""
     memory = (ctypes.c_uint8 * ((count - 1) * stride + size)).from_address(address)
     return np.ndarray((count, size), np.uint8, memoryview(memory), strides=(stride, 1))
 
@@ -443,7 +499,7 @@ def _answer(future: Future[_T], failed: _T) -> _T:
 
 
 def _all_of(futures: Sequence[Future[list[bool]]], num_pages: int) -> list[bool]:
-    """Return for each page True if it is True in the results of all `futures`."""
+    """Return True for each page for which the results of all `futures` are True."""
     none = [False] * num_pages
     answers = [_answer(future, none) for future in futures]
     return (
@@ -465,7 +521,7 @@ def _ends(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
 
 
 def _ranks_of(config: HiCacheStorageConfig, pool: HostKVCache, name: str) -> list[str]:
-    """Return the rank names that store a pool's pages, one per head shard or only "any"."""
+    """Return the names under which a pool's pages are stored: one per shard of heads, or "any"."""
     has_heads = isinstance(pool, MHATokenToKVPoolHost)
     if config.is_mla_model and not has_heads and name != PoolName.MAMBA:
         return ["any"]
@@ -479,7 +535,7 @@ def _ranks_of(config: HiCacheStorageConfig, pool: HostKVCache, name: str) -> lis
 def _identity(
     config: HiCacheStorageConfig, own: HiCacheSettings, pool: HostKVCache, name: str
 ) -> dict[str, str]:
-    """Return the settings that decide on a page's bytes, the same for all that share pages."""
+    """Return the settings that decide on a page's bytes; instances with equal ones share pages."""
     return (
         {
             # The order of bytes within a page may change with each version of SGLang. cache_salt

@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 class TierKVTier(SecondaryTierManager):
     """Chunks of vLLM's host memory in a tierkv store.
 
-    All calls come from vLLM's scheduler thread. None waits for the store, except `drain_jobs` and
-    `shutdown`.
+    All calls come from vLLM's scheduler thread. No call waits for the store, except `drain_jobs`,
+    `shutdown` and the constructor.
 
     Args:
         offloading_spec: model, layout and ranks, from vLLM.
@@ -61,8 +61,9 @@ class TierKVTier(SecondaryTierManager):
         tier_type: vLLM's name of this tier.
         backpressure_detector: vLLM's own, passed to the base class.
         store: URL of the store (docs/storage.md).
-        ttl_s: seconds that a chunk lives in the store; None for as long as the store keeps it.
-        deadline_s: seconds after which an unanswered lookup counts as a miss.
+        ttl_s: seconds that a chunk stays in the store after its last use; None for as long as the
+            store keeps it.
+        deadline_s: seconds after which a lookup without an answer counts as a miss.
         revision: revision of the model's weights, if instances with other weights share the store
             under the same model name.
         locality: "LOCAL" or "REMOTE", for vLLM's KV events; None for none.
@@ -94,8 +95,8 @@ class TierKVTier(SecondaryTierManager):
         self._storage = PageStorage(store, ttl_s=ttl_s, deadline_s=deadline_s)
         self._storage.open()
         self._pages = self._storage.pool(identity, pages)
-        self._verdicts: dict[OffloadKey, bool | None] = {}  # None: asked for, not known yet
-        self._num_asking: Counter[OffloadKey] = Counter()  # requests that are not finished
+        self._verdicts: dict[OffloadKey, bool | None] = {}  # None: no answer yet
+        self._num_asking: Counter[OffloadKey] = Counter()  # running requests that looked a key up
         self._asked_by: dict[str, set[OffloadKey]] = {}
         self._to_ask: list[OffloadKey] = []
         self._asked: list[tuple[list[OffloadKey], Future[list[bool]]]] = []
@@ -106,10 +107,14 @@ class TierKVTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """See `SecondaryTierManager.lookup`. The result is RETRY until the store has answered.
+        """Return HIT or MISS for a chunk; RETRY until the store has answered.
 
         The keys of all lookups in one scheduler step go to the store in one batch, at the step's
         end.
+
+        Args:
+            key: vLLM's key of the chunk.
+            req_context: the request that looks the chunk up.
         """
         self._hear()
         asked = self._asked_by.setdefault(req_context.req_id, set())
@@ -170,7 +175,7 @@ class TierKVTier(SecondaryTierManager):
         self._storage.close()
 
     def _hear(self) -> None:
-        """Record the answers to lookups that have arrived from the store."""
+        """Record the store's answers to lookups that have arrived."""
         for keys, future in [pair for pair in self._asked if pair[1].done()]:
             self._asked.remove((keys, future))
             answers = future.result() if future.exception() is None else [False] * len(keys)
@@ -201,7 +206,10 @@ class TierKVTier(SecondaryTierManager):
 
 
 def _identity(spec: OffloadingSpec) -> dict[str, str]:
-    """Return the settings that decide on a chunk's bytes, the same for all that share chunks."""
+    """Return the settings that decide on a chunk's bytes.
+
+    Instances with equal ones share chunks.
+    """
     config, parallel = spec.config, spec.config.parallel
     ranks = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
     is_portable = parallel.is_parallelism_agnostic or config.replicated_layout

@@ -56,13 +56,13 @@ _MAX_TURNS = 8  # turns of the loop between two steps; a request needs two, more
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A chunk of one request's tokens that is queued for a step, or is being computed in one.
+    """A chunk of one request's tokens, queued for a step or being computed.
 
     Attributes:
         run: The request.
         chunk: int32 [n], tokens of the prompt, or the last generated token.
-        outcome: The future of the token that follows the chunk. Its result is None if the request
-            already knows that token, so that none was chosen.
+        outcome: The future of the token that follows the chunk. Its result is None if this token is
+            already known, because it is part of the prompt.
     """
 
     run: ModelRun
@@ -71,7 +71,7 @@ class _Call:
 
     @property
     def is_prompt(self) -> bool:
-        """True for several tokens, which are part of a prompt; one alone was generated."""
+        """True if the chunk is part of a prompt; a chunk of one token counts as generated."""
         return len(self.chunk) > 1
 
 
@@ -117,7 +117,7 @@ class TransformersEngine(SessionEngine):
         """Check a job before it is admitted.
 
         Raises:
-            BadRequestError: the prompt has a token that the tokenizer has but the model lacks.
+            BadRequestError: a token id of the job is outside the model's vocabulary.
         """
         most = self._model.vocab_size - 1
         if job.tokens and int(unpack(job.tokens).max()) > most:
@@ -127,7 +127,7 @@ class TransformersEngine(SessionEngine):
     async def running(self) -> AsyncIterator[None]:
         """Run the compute thread and its steps during the body.
 
-        The service must be running from before the body until after it.
+        The service must run before the body begins, and until it has ended.
         """
         for num_tokens, seconds in self._model.speeds:
             self._service.note_prefill(num_tokens, seconds)
@@ -151,10 +151,10 @@ class TransformersEngine(SessionEngine):
         return call.outcome.result()
 
     async def _wait_for_loads(self, run: ModelRun) -> None:
-        """Wait until the cached tokens of `run` are on the device, if other requests compute too.
+        """Wait until the cached tokens of `run` are on the device, if other requests compute.
 
-        Without other requests, return at once: the step itself then waits before each layer, so
-        that the first layers compute while later layers load.
+        Without other requests, return at once: the step then waits before each layer, and the first
+        layers compute while later layers load.
         """
         gate = run.session.request.gate
         if gate.is_open(gate.num_layers - 1):
@@ -164,7 +164,7 @@ class TransformersEngine(SessionEngine):
             run.is_loaded = True
 
     def _withdraw(self, call: _Call) -> None:
-        """Cancel a call that is still queued; the current step's calls are not cancelled."""
+        """Cancel a call that is still queued; calls in the current step are not cancelled."""
         if call in self._queue:
             self._queue.remove(call)
             call.outcome.cancel()
@@ -193,10 +193,9 @@ class TransformersEngine(SessionEngine):
             self._queue.clear()
 
     async def _wait_for_last_step(self) -> None:
-        """Give the requests of the last step a few turns of the loop to queue their next token.
+        """Give the requests of the last step some turns of the loop to queue their next token.
 
-        Without the wait, late requests would form a second group, and each token would cost two
-        steps.
+        Late requests would otherwise form a second batch, and each token would cost two steps.
         """
         for _ in range(_MAX_TURNS):
             await asyncio.sleep(0)
@@ -207,9 +206,10 @@ class TransformersEngine(SessionEngine):
     def _next_calls(self) -> Sequence[_Call]:
         """Remove the calls of the next step from the queue, and return them.
 
-        A step has one token of each request that generates, and prompt chunks in order of arrival,
-        up to `chunk_tokens` together. A request whose cached tokens are still being loaded gets a
-        step of its own, so that other requests neither wait for the load nor fail with it.
+        A step has one token of each request that generates, and prompt chunks of up to
+        `chunk_tokens` tokens together, in order of arrival. A request whose cached tokens are still
+        being loaded gets a step of its own, and other requests neither wait for the load nor fail
+        with it.
         """
         alone = next((call for call in self._queue if not call.run.is_loaded), None)
         if alone is not None:
@@ -246,7 +246,7 @@ class TransformersEngine(SessionEngine):
     def _compute(self, calls: Sequence[_Call]) -> list[int | None]:
         """Run one forward pass on the compute thread; return the chosen token of each call.
 
-        The token is None for a chunk that is not the last known one.
+        The token is None for a chunk that is not the end of the request's known tokens.
         """
         stream, started = self._service.device.compute_stream, time.monotonic()
         loading = [call.run for call in calls if not call.run.is_loaded]
@@ -283,7 +283,7 @@ class TransformersEngine(SessionEngine):
         return [next(chosen) if piece.wants_logits else None for piece in pieces]
 
     def _bound_pages(self) -> Pages:
-        """Return the model's view of the device planes, as large as the device tier is now."""
+        """Return the model's view of the device planes at their present size."""
         if self._pages is None or self._planes is not self._service.planes:
             self._planes = self._service.planes
             self._pages = self._model.pages([_tensor(one) for one in self._planes.arrays])
@@ -294,7 +294,7 @@ class TransformersEngine(SessionEngine):
 # cores, pools wake up slowly. Without a pool of the main thread, SmolLM2-135M on 2 cores takes 69
 # ms for a token instead of 83 ms or more.
 def _in_own_thread(load: Callable[[], PagedModel]) -> PagedModel:
-    """Return the result of `load`, called in a thread of its own: its OpenMP pool ends with it."""
+    """Return the result of `load`, called in a new thread, with which its OpenMP pool ends."""
     loaded: Future[PagedModel] = Future()
 
     def run() -> None:
@@ -339,7 +339,7 @@ def _translated(error: Exception) -> Exception:
 
 
 class TransformersSpec:
-    """The `EngineSpec` of a transformers model: its layout, tokenizer and identity.
+    """The layout, tokenizer and identity of a transformers model, as the `EngineSpec` of a node.
 
     The model is loaded at the first use of an attribute that needs it.
 

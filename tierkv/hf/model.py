@@ -121,7 +121,7 @@ class PagedModel:
     blocks, and refuses a model whose logits differ.
 
     Args:
-        model: The model, in evaluation mode. Its attention is replaced, so the caller cannot use
+        model: The model, in evaluation mode. Its attention is replaced, and the caller cannot use
             the model for anything else.
         block_size: Number of tokens of a block.
         max_context: Largest number of tokens of a request, prompt and answer together; 0 for the
@@ -181,7 +181,7 @@ class PagedModel:
         The adapter `TierKVCache` makes the same fingerprint for the same model.
 
         Args:
-            tenant: The tenant, whose blocks no other tenant can use.
+            tenant: Name of the owner of the blocks; other tenants do not find them.
         """
         return Fingerprint(
             f"{type(self._model).__name__} of {FORMAT}",
@@ -208,7 +208,7 @@ class PagedModel:
         """Run one forward pass: write the KV of all given tokens, and return the wanted logits.
 
         Args:
-            pages: The view of the planes that is written and read.
+            pages: The planes that are written and read.
             runs: The tokens of each request; no two requests write to the same block.
             before_layer: Called with the number of each layer before the layer's planes are used.
                 If it raises, the error passes to the caller, and only the earlier layers are
@@ -235,7 +235,10 @@ class PagedModel:
             return logits if self._keeps_logits else logits[step.wanted]
 
     def _probe(self) -> None:
-        """Let the model attend over blocks; raise LayoutError if its logits change by that."""
+        """Switch the model to attention over blocks.
+
+        Raise LayoutError if its logits change by that.
+        """
         size = min(self.vocab_size, 1 << 16)
         tokens = np.random.default_rng(0).integers(0, size, _PROBE_TOKENS).astype(np.int32)
         with torch.inference_mode():
@@ -270,7 +273,7 @@ class PagedModel:
 
 
 def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Return the tokens that end a text, from the generation config or else the model's config."""
+    """Return the tokens that end a text, from the generation config or the model's config."""
     for config in (model.generation_config, model.config):
         found = getattr(config, "eos_token_id", None)
         if found is not None:

@@ -10,7 +10,7 @@ computes tokens of several requests, side by side in one row:
     PlaneLayer.update      writes each token's K and V to its place in the planes
     paged_attention        attends for each request over its own blocks
 
-Transformers calls them through its interfaces for a cache layer and for attention functions.
+Transformers calls both through its interfaces for cache layers and for attention functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from transformers import AttentionInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -39,9 +39,9 @@ class TokenRun:
     Attributes:
         tokens: int32 [n], at positions start, start + 1, ...
         start: Number of the request's earlier tokens, whose KV is in the blocks already.
-        block_table: int [m], the blocks of the request in order of position; blocks after the last
-            token are ignored.
-        wants_logits: True to compute the logits of the token that follows the last one.
+        block_table: int [m], the device blocks of the request in order of position; blocks after
+            the last token are ignored.
+        wants_logits: True to compute the logits after the last token, which choose the next one.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -51,12 +51,12 @@ class TokenRun:
 
     @property
     def stop(self) -> int:
-        """Position after the last token, and the number of keys that the last token sees."""
+        """Position after the last token; also the number of keys that the last token attends to."""
         return self.start + len(self.tokens)
 
 
 class _Part:
-    """The runs that attend in one call: one run, or several runs of one token each, padded.
+    """The runs that attend in one call: one run, or several padded runs of one token each.
 
     Attributes:
         num_tokens: Number of tokens of all runs.
@@ -148,14 +148,14 @@ class PagedStep:
         ids, positions: int64 [1, tokens], the tokens of all runs and their positions.
         blocks, offsets: int64 [tokens], the block of each token and its place within the block.
         wanted: int64 [n], indices into `ids` of the tokens whose logits are wanted.
-        parts: The runs in order, grouped by the calls of attention.
+        parts: The runs in order; the runs of one `_Part` attend in one call.
 
     Args:
         runs: The runs, each of another request.
         block_size: Number of tokens of a block.
         device: The device of the planes.
         before_layer: Called with the number of each layer before the layer's planes are used.
-        pads: True to let all leading runs of one token attend in one padded call.
+        pads: True to let the leading runs of one token each attend in one padded call.
     """
 
     def __init__(
@@ -201,8 +201,8 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
     """The cache of one layer as transformers sees it; the keys and values are in the planes.
 
     Attributes:
-        given: The keys that `update` returned last. If attention gets other keys, the model has
-            changed them.
+        given: The keys that `update` returned last. Attention that gets other keys belongs to a
+            model that changes them first.
 
     Args:
         number: Number of the layer.
@@ -230,14 +230,14 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
         *_: object,
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the step's keys and values to their places in the planes.
+        """Write the keys and values of the step's tokens to their places in the planes.
 
         Args:
             key_states: [1, kv_heads, tokens, dim], the keys of the step's tokens.
-            value_states: [1, kv_heads, tokens, dim], their values.
+            value_states: [1, kv_heads, tokens, dim], the values of the step's tokens.
 
         Returns:
-            `key_states` and `value_states`, if attention reads the planes itself. If the model
+            `key_states` and `value_states`, if attention reads the planes itself. For a model that
                 changes keys and values before it attends (MLA's latents), the keys and values of
                 all earlier tokens too, run after run, [1, kv_heads, keys of all runs, dim] each.
         """
@@ -282,7 +282,8 @@ class Pages:
         step: The step that is being computed; None between steps.
         returns_all: True if `PlaneLayer.update` returns the keys and values of whole requests,
             because the model changes them before it attends; False if attention reads the planes.
-        reads_planes: True until attention is given other keys than `PlaneLayer.update` returned.
+        reads_planes: True as long as attention has got no other keys than those that
+            `PlaneLayer.update` returned.
 
     Args:
         planes: uint8 [num_blocks, block_bytes] each, in the layout's order.
@@ -326,17 +327,17 @@ def paged_attention(  # noqa: PLR0913, PLR0917 - transformers' own signature
     pages: Pages | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of one layer, for each run over the keys and values of its own request.
+    """Compute the attention of one layer: each run attends to its own request's keys and values.
 
     The function is registered in transformers under the name `ATTENTION`.
 
     Args:
         module: The attention layer; its number is read.
         query: [1, heads, tokens, dim], of the tokens of all runs.
-        key: [1, kv_heads, n, dim], returned by `PlaneLayer.update` or computed by the model from
-            it.
-        value: [1, kv_heads, n, dim], likewise.
-        attention_mask: Ignored; the masks are those of the step.
+        key: [1, kv_heads, n, dim], as `PlaneLayer.update` returned them or as the model changed
+            them.
+        value: [1, kv_heads, n, dim], the values of the same tokens.
+        attention_mask: Ignored; the step has its own masks.
         dropout: Ignored, as the model is in evaluation mode.
         scaling: Factor of the scores before the softmax; None for 1 / sqrt(dim).
         pages: The planes, which the model passes on from its own keyword arguments.

@@ -27,14 +27,13 @@ from tierkv.engine import Sampling
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """The next token of one request, to be chosen.
+    """A token to be chosen: the next one of a request.
 
     Attributes:
         sampling: The sampling parameters of the request.
         prompt: int32 [n], the tokens of the prompt.
         answer: The tokens of the answer so far.
-        excluded: Tokens that may not be chosen, such as end tokens of an answer that is still too
-            short.
+        excluded: Tokens that may not be chosen, such as end tokens while the answer is too short.
     """
 
     sampling: Sampling
@@ -49,7 +48,7 @@ class TokenChoice:
 
     @property
     def is_plain(self) -> bool:
-        """True if the token with the largest logit is chosen, without any change to the logits."""
+        """True if the token with the largest logit is chosen, without a change of the logits."""
         return self.sampling.is_greedy and not (self.has_penalty or self.excluded)
 
     @property
@@ -60,7 +59,7 @@ class TokenChoice:
 
 
 def choose(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> list[int]:
-    """Return the next token of each request; with equal logits the lowest token id wins.
+    """Return the next token of each request; with equal largest logits, the lowest token id.
 
     Args:
         logits: [number of choices, vocab_size].
