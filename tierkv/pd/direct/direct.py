@@ -608,7 +608,7 @@ class Direct:
     async def _share_device(self, stack: AsyncExitStack) -> None:
         sharing = self._tiers.mover.device.sharing
         is_asked_for = self._settings.direct is DirectPath.DEVICE
-        # Between CPUs, the path `memory` is as fast.
+        # Between CPUs, the path `memory` is used.
         if sharing is None or (sharing.place == CPU_PLACE and not is_asked_for):
             if is_asked_for:
                 log.warning(
