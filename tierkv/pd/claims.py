@@ -154,8 +154,8 @@ class Watch:
     async def ask_producer(self) -> None:
         """Ask the prefill node every second, until cancelled, if it gave the ticket up.
 
-        If so, `ticket` raises an error with the node's reason. A store that is full would not
-        accept this reason from the node.
+        If so, `ticket` raises an error with the node's reason. The node cannot write this reason to
+        a store that is full.
         """
         while True:
             await asyncio.sleep(_ASK_EVERY_S)
@@ -164,9 +164,7 @@ class Watch:
                 self._failed, self._failure = opened, failure
 
     async def _read_within(self, budget: Budget, give_up_at: float) -> Ticket | None:
-        """Read the ticket once, within the budget.
-
-        None if it is not there or the store does not answer.
+        """Return the ticket if it can be read now, within the budget, else None.
 
         Set `_problem` to the store's error, or to None, and set `_is_useless` if the claim should
         stop waiting.
@@ -380,8 +378,8 @@ class Claims:
         source: reads blocks from other nodes' memory instead of storage.
         portions: fetches blocks for which the host has no room.
         estimator: estimates the times of fetching and computing, for claims that may compute.
-        fetch_deadline_s: seconds that a claim may wait at least after the ticket, and after each
-            arrival of blocks, for more blocks.
+        fetch_deadline_s: shortest time limit, in seconds, for the next blocks to arrive, counted
+            from the ticket and from each arrival of blocks.
         stats: counts of the node's hand-offs.
     """
 
@@ -511,9 +509,7 @@ class Claims:
         return has_room and not self._scheduler.num_waiting
 
     async def _bring_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
-        """Fetch `prefix` to the host before the ticket is written.
-
-        Return True if all of it arrived.
+        """Fetch `prefix` to the host before the ticket is written; return True if it all arrived.
 
         If the device has room for twice the blocks of the request, load the fetched ones to it,
         too.
@@ -543,9 +539,7 @@ class Claims:
         give_up_at: float,
         near: Supply,
     ) -> Request:
-        """Fetch the prompt and admit the request.
-
-        Raise HandoffError if `policy` requires more blocks.
+        """Fetch the prompt and admit the request; raise HandoffError if `policy` requires more.
 
         A failing store is asked again until the claim's deadline, because the ticket states that
         all blocks are stored. Blocks for which the host has no room are fetched in portions after
@@ -584,7 +578,7 @@ class Claims:
     ) -> GetOutcome | None:
         """Fetch the missing blocks of an admitted request in portions.
 
-        Return the problem, or None.
+        Return the outcome of the first block that did not arrive, or None.
         """
         if request.cached_tokens == request.spec.prompt.num_tokens:
             return None
@@ -637,7 +631,7 @@ async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement
 
 
 def _note(fetched: Fetched, near: Supply) -> None:
-    """Add the token ranges of the claim's earlier fetches to `fetched`, and its own to `near`."""
+    """Add the token ranges of earlier fetches to `fetched`, and those of this fetch to `near`."""
     fetched.earlier = tuple(near.came)
     near.came.append(fetched.tokens)
     near.direct.extend(fetched.direct)
@@ -730,7 +724,7 @@ def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | Non
 
     Args:
         deadline_s: seconds that the claim may wait for storage.
-        step_s: seconds that the claim may wait at least after each arrival of blocks.
+        step_s: seconds that are left at least after each arrival of blocks.
         estimator: estimates the times of fetching and computing, for a claim that may compute; None
             for a claim that needs the whole prompt.
     """
@@ -812,10 +806,7 @@ class LoadsAhead:
             self._came.set()
 
     async def run(self) -> None:
-        """Load blocks until cancelled.
-
-        A load that has begun then continues, and the request uses it.
-        """
+        """Load blocks until cancelled. A running load then continues, and the request uses it."""
         while True:
             await self._came.wait()
             self._came.clear()

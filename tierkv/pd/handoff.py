@@ -208,9 +208,9 @@ class PromptBlocks(Protocol):
 
     @property
     def lease(self) -> Lease | None:
-        """The lease that protects the blocks in the index from eviction.
+        """The lease of the blocks in the index, against eviction.
 
-        None if none are in the index.
+        None if no block is in the index.
         """
 
     def check_whole(self) -> None:
@@ -335,7 +335,7 @@ class RequestBlocks:
                 self._tiers.work.capacity_changed()
 
     async def store_rest(self) -> None:
-        """Do nothing: a request has no other blocks."""
+        """Do nothing, because a request has no blocks of other cache groups."""
 
     def _cached(self, blocks: range) -> tuple[Mask, Ids]:
         """Return which blocks have a copy on the host, bool [n], and their slots, int32 [n]."""
@@ -514,9 +514,9 @@ class Handoff:
         return Published(ticket, len(keys), present, flushed)
 
     def _generation_of(self, blocks: PromptBlocks) -> int:
-        """Return the number of deletions of storage.
+        """Return the number of deletions of storage so far.
 
-        Raise if `blocks` were computed before the last one.
+        Raise StoreRefusedError if `blocks` were computed before the last deletion.
         """
         lease = blocks.lease
         if lease is not None and self._tiers.index.spaces.is_retired(lease.node):
@@ -539,9 +539,7 @@ class Handoff:
     async def _store_rest(
         self, blocks: PromptBlocks, known: int | None, after: Sequence[Event]
     ) -> int:
-        """Store the blocks that storage lacks.
-
-        Return the number of first blocks that it had before.
+        """Store the blocks that storage lacks; return the number of first blocks that it had.
 
         `known` is the number of first blocks that storage is expected to have; None if that is
         unknown.

@@ -35,7 +35,7 @@ class Portions:
 
     Args:
         scheduler: commits the arrived tokens.
-        source: source of the blocks.
+        source: reads blocks from storage into host slots.
         staging: host slots reserved for portions.
     """
 
@@ -172,10 +172,7 @@ class Portions:
         group: Group,
         found: Sequence[GetOutcome],
     ) -> GetOutcome | None:
-        """Load the blocks before the first missing one.
-
-        Return its outcome, or None if none is missing.
-        """
+        """Load the fetched blocks before the first missing one; return the outcome of that one."""
         num_hits = next(
             (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)
         )

@@ -1,4 +1,4 @@
-"""The memory of the node that computed a prompt, as another source of its blocks than storage."""
+"""Reading blocks of a prompt from the memory of the node that computed it, instead of storage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Supply(Protocol):
 
     @property
     def direct(self) -> list[range]:
-        """The ranges in `came` that were read from another node's memory."""
+        """The ranges of tokens in `came` that were read from another node's memory."""
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
         """Set the prefill node's address to the one in its ticket or open ticket."""

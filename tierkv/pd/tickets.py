@@ -110,9 +110,9 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
             name the difference.
         block_size: number of tokens of a block.
         num_tokens: number of tokens of the prompt.
-        digests: hash of each block's key, in the order of the blocks, the tail's included. A key
-            depends on tokens and not on the block's bytes: two producers may store different valid
-            bytes under one key.
+        digests: `StoredKey.digest` of each block in order, the tail's included. A digest depends on
+            the tokens and not on the block's bytes: two producers may store different valid bytes
+            under one key.
         created_at: Unix seconds of the ticket's creation.
         expires_at: Unix seconds at which the ticket expires.
         producer: name of the prefill node, for people.
@@ -300,7 +300,7 @@ def _until(until: float, incarnation: str) -> bytes:
 
 
 def _is_of(value: bytes, incarnation: str) -> bool:
-    """Return True if this producer wrote the lease, or if the lease of an older node names none."""
+    """Return True if this producer wrote the lease, or if the lease names none (older nodes)."""
     digits = value.partition(b".")[2][_DECIMALS:]
     return not digits or digits == _digits_of(incarnation).encode()
 
@@ -346,7 +346,7 @@ class ProducerLease:
     async def running(self) -> AsyncIterator[None]:
         """While the body runs, renew the value as long as there are open tickets.
 
-        Delete it at the end.
+        At the end of the body, delete the value.
         """
         try:
             async with supervised({"tierkv-producer-lease": self._keep}):
@@ -359,10 +359,7 @@ class ProducerLease:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Renew the value while the body runs.
-
-        The publisher of each open ticket enters such a body.
-        """
+        """Renew the value while the body runs, in which the caller publishes an open ticket."""
         self._num_held += 1
         self._wanted.set()
         if asyncio.get_running_loop().time() - self._beaten_at > self.beat_s:
@@ -637,7 +634,7 @@ class Tickets:
         return await self._storage.store.delete([name(ticket_id) for name in kinds]) > 0
 
     async def forget_all(self) -> int:
-        """Delete the tickets of all nodes that have a fingerprint of this node.
+        """Delete all tickets with a fingerprint of this node, also those of other nodes.
 
         Returns:
             The number of deleted values: tickets, open tickets and acknowledgements.
@@ -657,7 +654,7 @@ class Tickets:
         return removed
 
     async def _ours(self, name: str, kind: type[Ticket | OpenTicket]) -> str | None:
-        """Return the id of the ticket stored as `name`, or None if it has a foreign fingerprint."""
+        """Return the id of the ticket stored as `name`; None if its fingerprint is not ours."""
         try:
             value = await self._values.get(name, max_bytes=MAX_TICKET_BYTES)
             ticket = None if value is None else kind.decode(value)
@@ -711,7 +708,7 @@ class Tickets:
 
         Args:
             ticket_id: id of the ticket.
-            digests: hashes of the keys of the prompt's blocks, the tail's included.
+            digests: `StoredKey.digest` of each block of the prompt, the tail's included.
 
         Raises:
             DuplicateRequestError: the id is in use for another prompt.
@@ -738,9 +735,8 @@ class Tickets:
     async def begin(self, ticket: OpenTicket) -> None:
         """Write an open ticket as soon as the liveness lease is written.
 
-        Call this inside `lease.held`.
-
-        The records of an earlier hand-off with the same id are replaced.
+        Call this inside `lease.held`. The records of an earlier hand-off with the same id are
+        replaced.
 
         Raises:
             DuplicateRequestError: the id is in use for another prompt.
@@ -754,7 +750,7 @@ class Tickets:
         self.hint(ticket.ticket_id, f"{PROGRESS}0")
 
     async def complete(self, ticket: Ticket, *, generation: int | None = None) -> None:
-        """Write the ticket of a prompt, and notify waiting decode nodes. Store all blocks before.
+        """Write a ticket, all blocks of which are stored, and notify the nodes that wait for it.
 
         Args:
             ticket: the complete ticket.
@@ -876,8 +872,8 @@ class Tickets:
 
         Args:
             ticket: a ticket or an open ticket.
-            space: name of the space, the fingerprint of which the ticket must have; None to accept
-                each fingerprint of this node.
+            space: name of a space; the ticket must have the fingerprint of this space. None to
+                accept each fingerprint of this node.
 
         Returns:
             The error to raise; None if the ticket can be used.
@@ -986,7 +982,7 @@ def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
 
 
 def _refused(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableError:
-    """Return the error for a refused write: StoreRefusedError if the store is full."""
+    """Return the error for a value that the store refused; StoreRefusedError if it is full."""
     is_full = outcome.status is PutStatus.FULL
     kind = StoreRefusedError if is_full else StoreUnavailableError
     return kind(f"{url} did not accept {what}: {outcome.reason}")
@@ -997,13 +993,13 @@ class HandoffStats:
     """Counts of a node's hand-offs since its start.
 
     Attributes:
-        early_blocks: those of `published_blocks` that were stored while their prompt was being
+        early_blocks: number of `published_blocks` that were stored while their prompt was being
             computed.
         failed_publishes: publishes that ended without a ticket.
         claims_without_ticket: claims that went on without a ticket, because their policy allows
             computing.
-        shown_blocks: blocks in this node's memory, the addresses of which were sent to claiming
-            nodes.
+        shown_blocks: blocks in this node's memory for which the address was sent to a claiming
+            node.
         device_blocks: blocks that this node read from other nodes' devices.
         memory_blocks: blocks that this node read from host tiers of other nodes on the same
             machine.
@@ -1055,7 +1051,7 @@ class Standing(Enum):
 
 
 class TicketStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket's state and data, as read from the store; fields that are not known are None.
+    """A ticket's state and data, as read from the store. Fields that are not known are None.
 
     Attributes:
         detail: one sentence, "" if there is nothing to add.
@@ -1205,7 +1201,7 @@ class TicketLedger:
         self._holds.setdefault(ticket_id, []).append(release)
 
     def opened(self, ticket: OpenTicket) -> None:
-        """Record that an open ticket of this node announces a ticket."""
+        """Record that this node has announced a ticket."""
         self._put(ticket, Standing.OPEN)
 
     def failed(self, ticket_id: str, failure: str) -> None:

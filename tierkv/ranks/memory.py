@@ -226,7 +226,7 @@ class EngineCpuDevice(CpuDevice):
 
 
 class SlotPieces:
-    """One rank's range of bytes of each slot of `host`. The slots must stay open.
+    """One rank's range of bytes of each slot of `host`, which must stay open meanwhile.
 
     Args:
         host: the slots.
@@ -247,8 +247,8 @@ class SlotPieces:
 class SharedCpuDevice(CpuDevice):
     """The CPU as a device, with host slots that other processes can map.
 
-    If `shards` are given, storage has one value for each rank's slice of a block. Its name is made
-    from the whole block, so that nodes with another number of ranks find it.
+    If `shards` are given, storage has one value for each rank's slice of a block. The name of the
+    value is made from the whole block, so that nodes with another number of ranks find it.
 
     Args:
         shards: layout of each rank's slice of a block, in the order of the slices in a slot; () if

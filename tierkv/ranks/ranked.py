@@ -4,8 +4,8 @@
     host slot s       rank 0 | its bytes |              rank 1 | its bytes |
 
 A block has the same id on all ranks, and this device submits each copy to every rank. An event is
-done when the copies of all ranks are done. It fails when no rank touches the blocks any more and a
-rank has failed, which the error names.
+done when the copies of all ranks are done. If a rank fails, the event fails once no rank touches
+the blocks any more, and the error names the rank.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class _PendingCopies:
             ]
 
     def _silent_s(self, rank: int, oldest: _PendingCopy, now: float) -> float:
-        """Return the seconds since the rank finished a copy, or since a later start of `oldest`."""
+        """Return the seconds since the rank finished a copy, but at most since `oldest` began."""
         return now - max(self._finished_at[rank], oldest.begun)
 
 

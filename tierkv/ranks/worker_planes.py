@@ -361,10 +361,7 @@ class WorkerPlanes:
         link.close()
 
     def _reach(self, path: str, deadline: float) -> Link:
-        """Connect and receive the host slots.
-
-        Raise the last error if that fails until `deadline`.
-        """
+        """Connect and receive the host slots; retry until `deadline`, then raise the last error."""
         while True:
             try:
                 link = self._link = connect(path, _ANSWER_S)
@@ -417,7 +414,7 @@ class RankSocket:
         connect_deadline_s: seconds after which a rank that has not connected is lost.
 
     Attributes:
-        lost: the reason by the number of each lost rank; any thread may read it.
+        lost: for the number of each lost rank, the reason; any thread may read it.
         num_ranks: number of ranks.
     """
 
@@ -459,7 +456,7 @@ class RankSocket:
     def _pieces(self, layouts: Sequence[Layout]) -> list[list[slice]]:
         """Return each rank's range of bytes in a host slot, by group.
 
-        Raise ConfigError if none fits.
+        Raise ConfigError if the shards do not make up `layouts`.
         """
         if not self._shards or {len(shards) for shards in self._shards} != {len(layouts)}:
             raise ConfigError(

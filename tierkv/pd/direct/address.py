@@ -1,8 +1,9 @@
 """Addresses in tickets at which claimers ask for blocks in memory, and the protocol to ask there.
 
 The decode node (claimer) asks the prefill node (producer) where the blocks of a ticket lie in its
-memory. The protocol runs over TCP, or over Unix sockets, for which the kernel names the user at the
-other end.
+memory. Here, an offer stands for all blocks of one ticket. It has a name, and a secret that the
+ticket contains. The protocol runs over TCP, or over Unix sockets, for which the kernel names the
+user at the other end.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """A claimer's question: where do blocks [first, stop) of an offer lie in the producer's memory?
+    """A claimer's question: where do blocks [first, stop) of a ticket lie in the producer's memory?
 
     A new question on the same connection lets the producer evict the blocks of its last answer.
 
     Attributes:
-        offer: name of the blocks, from the ticket's address.
+        offer: name of the ticket's blocks, from the ticket's address.
         first: index of the first block in the prompt.
         stop: index after the last block.
         machine: identity of the claimer's machine, to ask for blocks on the producer's device; ""
@@ -154,7 +155,7 @@ class Channel:
 
         Args:
             ask: the question.
-            secret: secret of the offer, from the ticket's address.
+            secret: secret for the ticket's blocks, from the ticket's address.
         """
         await self._send(codec.seal(_ASK, _VERSION, ask), secret)
 
@@ -163,7 +164,7 @@ class Channel:
 
         Args:
             answer: the answer.
-            secret: secret of the offer.
+            secret: secret for the ticket's blocks, with which the question was sent.
         """
         await self._send(codec.seal(_ANSWER, _VERSION, answer), secret)
 
@@ -171,11 +172,12 @@ class Channel:
         """Wait for the claimer's next question and return it.
 
         Args:
-            node_secret: secret of the producer's process, from which the offers' secrets are
-                derived.
+            node_secret: secret of the producer's process, from which the secret for each ticket's
+                blocks is derived.
 
         Raises:
-            StoreCorruptError: the question was not sent with the offer's secret.
+            StoreCorruptError: the question was not sent with the secret for the blocks that it
+                names.
             OSError, EOFError: the stream has ended.
         """
         body, mac = await self._receive()
@@ -227,13 +229,13 @@ class Channel:
 
 
 def secret_of(node_secret: bytes, offer: str) -> bytes:
-    """Return the secret of an offer, 16 bytes, which is written into the ticket.
+    """Return the secret for the blocks of one ticket, 16 bytes, which is written into the ticket.
 
     Only processes that can read the ticket can therefore ask for its blocks.
 
     Args:
         node_secret: secret of the producer's process.
-        offer: name of the offer.
+        offer: name of the ticket's blocks at the server.
     """
     return hmac.digest(node_secret, offer.encode(), "sha256")[:_MAC_BYTES]
 

@@ -129,9 +129,9 @@ class DirectServer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Answer questions while the body runs.
+        """Answer questions while the body runs; at its end close all connections.
 
-        At its end close all connections and release all blocks.
+        The blocks of the last answers are then no longer protected from eviction.
         """
         async with self._threads.running():
             try:
@@ -335,7 +335,7 @@ class Claimer:
 
     Attributes:
         came: ranges of the prompt's tokens that this claim has fetched, from any source.
-        direct: those ranges that were read from the producer's memory.
+        direct: the ranges in `came` that were read from the producer's memory.
     """
 
     def __init__(
@@ -533,8 +533,8 @@ class Direct:
         storage: the storage tier.
         slots: the host tier's memory.
         settings: the permitted paths and addresses.
-        codecs: returns the codec for stored blocks of the fingerprint with this short form; None if
-            all blocks have plain checksums. Signed or encrypted blocks are not offered, because
+        codecs: returns the codec of stored blocks for the short form of a fingerprint; None if all
+            blocks have plain checksums. Signed or encrypted blocks are not offered, because
             everyone who can read the store can read the secrets in tickets.
         stats: counts of the node's hand-offs.
         allocate: `Scheduler.acquire_device`, which acquires device slots for a number of blocks of

@@ -63,8 +63,8 @@ class _Package(Protocol):
 class TransferEngine:
     """Mooncake's transfer engine of this node. Use it from one thread at a time.
 
-    Bytes arrive in a buffer and are copied from there to their target. A failed read may write
-    later, but only to the buffer, and never to a slot that has another block by then.
+    Bytes arrive in a buffer and are copied from there to their target. A failed read may still
+    write to the buffer later, but never to a target.
 
     Attributes:
         name: this node's name for the engines of other nodes.
@@ -93,9 +93,7 @@ class TransferEngine:
         self._shown: list[int] = []
 
     def show(self, memory: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
-        """Let other nodes read `memory` until `close`.
-
-        A repeated call for the same memory does nothing.
+        """Let other nodes read `memory` until `close`. A repeated call does nothing.
 
         Raises:
             ConfigError: the engine cannot register the memory.
@@ -180,7 +178,7 @@ class Offer:
     Attributes:
         peer: the producer.
         address: address of the block's bytes in the producer's memory.
-        header: header with the checksum that the bytes must have.
+        header: the block's header in the stored format, with the checksum that its bytes must have.
     """
 
     peer: Peer
@@ -251,7 +249,7 @@ class Offers:
         """Add a block in a producer's host tier to the list.
 
         Args:
-            digest: hash of the block's key.
+            digest: `StoredKey.digest` of the block.
             offer: the block.
         """
         self._of.setdefault(digest, []).append(offer)
@@ -260,7 +258,7 @@ class Offers:
         """Remove a block in a producer's host tier from the list.
 
         Args:
-            digest: hash of the block's key.
+            digest: `StoredKey.digest` of the block.
             offer: the same object that was passed to `add`.
         """
         left = [one for one in self._of[digest] if one is not offer]
@@ -329,10 +327,7 @@ class Offers:
         return None
 
     async def _read(self, reads: Sequence[_Read], outcomes: list[GetOutcome]) -> None:
-        """Read blocks into their slots and check them.
-
-        Set the outcome of each intact one to a hit.
-        """
+        """Read blocks into their slots and check them; record a hit for each intact block."""
         for peer in dict.fromkeys(read.offer.peer for read in reads):
             some = [read for read in reads if read.offer.peer is peer]
             try:
