@@ -128,7 +128,7 @@ class EvictionOrder:
             self.queue(node)
 
     def queue(self, node: TreeNode) -> None:
-        """Queue a node that is a candidate."""
+        """Queue a node for eviction; the node must be a candidate."""
         if self.memory is None:
             self._push(node)
             return
@@ -180,7 +180,7 @@ class EvictionOrder:
     def leaf_to_go(self, max_blocks: int, rule: WriteRule) -> Segment | None:
         """Return the next blocks to evict, if they can be evicted at once; a fast path.
 
-        These are the last blocks of a leaf. The node must have no block on the other tier, `rule`
+        These are the last blocks of a leaf. The leaf must have no block on the other tier, `rule`
         must copy no block at its eviction, and the policy must not record evictions.
 
         Args:
@@ -189,7 +189,8 @@ class EvictionOrder:
 
         Returns:
             The leaf, the index of the first block within it, and the index after the last block.
-                None if no block can be evicted, or if it needs `planner.plan_eviction`.
+                None if one of the conditions is not met; `planner.plan_eviction` may still find
+                blocks to evict.
         """
         if rule.policy is WritePolicy.WRITE_BACK or self.memory is not None:
             return None

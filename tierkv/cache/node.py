@@ -370,10 +370,7 @@ class TierCopies:
         return np.frombuffer(packed, _INT32, self.num_blocks)
 
     def fits(self, num_blocks: int) -> bool:
-        """Return whether there are `num_blocks` slots and states, in their smallest form.
-
-        For checks.
-        """
+        """Return whether there are `num_blocks` slots and states, in the most compact form."""
         slots, states = self._slots, self._states
         least = num_blocks * _SLOT_BYTES
         return (

@@ -57,7 +57,7 @@ _Run = tuple[int, int, int]  # first slot, first block, number of blocks
 
 
 class CpuEvent:
-    """An event that the copying thread sets done, or failed with an error."""
+    """The event of a copy; the copying thread marks it as done, or as failed with an error."""
 
     def __init__(self) -> None:
         self._is_reached = False

@@ -82,7 +82,7 @@ class Gpu:
         return Bound(self, closes=True)
 
     def give_thread_a_context(self) -> None:
-        """Make this GPU the current one of a thread that has not used CUDA yet.
+        """Make this GPU the current one of the calling thread, if the thread has not used CUDA yet.
 
         Otherwise the thread's first CUDA call would make a context on GPU 0.
         """

@@ -227,11 +227,10 @@ class CudaDevice:
     def adopt_planes(self, layout: Layout, tensors: Sequence[object]) -> CudaPlanes:
         """Use an engine's KV tensors as planes, without a copy.
 
-        `adopted_planes` says what is possible.
-
         Args:
             layout: layout of a block.
-            tensors: one tensor for each plane of the layout; the first dimension is the block.
+            tensors: one tensor for each plane of the layout. The first dimension is the block, and
+                the bytes of one block must be contiguous.
 
         Raises:
             LayoutError: a tensor does not fit the layout, or is on another GPU.
