@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import assume, given
@@ -89,25 +86,6 @@ def test_golden_vectors_follow_from_the_written_format() -> None:
     tag = b"tierkv tail v1".ljust(32, b"\0")
     tail = hashlib.sha256(tag + second + number(2, 4) + message(108, 110)).digest()
     assert [digest.hex() for digest in (first, second, tail)] == [key[0] for key in GOLDEN_KEYS]
-
-
-@pytest.mark.promise("Keys are the same in every process, on every machine and in every release.")
-def test_another_process_with_another_hash_seed_gets_the_same_keys() -> None:  # fault 10
-    code = (
-        "from tests.cache.test_keys import golden\n"
-        "from tests.stored import stored_keys\n"
-        "who, prompt = golden()\n"
-        "print(*[key.digest.hex() for key in stored_keys(who.root(), prompt)])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONHASHSEED": "4242", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=200,
-    )
-    assert done.stdout.split() == [key[0] for key in GOLDEN_KEYS]
 
 
 @given(tokens, tokens)

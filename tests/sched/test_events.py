@@ -8,12 +8,10 @@ import pytest
 
 from tests.latch import finish
 from tests.pd.nodes import publish
-from tests.sched.test_fetch import filled
 from tests.sessions import publish_request
 from tests.world import tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
-from tierkv.gpu.protocol import Direction
 from tierkv.sched import events as sched_events
 from tierkv.sched.events import CacheEvent, CacheEventKind, Subscription
 
@@ -61,27 +59,6 @@ async def test_stored_loaded_and_evicted_are_told_for_each_tier() -> None:
             here.service.reset()
             events = await everything(subscription)
             assert 0 in blocks(events, CacheEventKind.EVICTED, "host")
-
-
-async def test_what_is_fetched_is_told_as_stored_on_the_host() -> None:
-    async with world(store=await filled(tokens(18))) as here:
-        with here.service.events.subscribe() as subscription:
-            await here.run(tokens(18))
-            events = await everything(subscription)
-        assert blocks(events, CacheEventKind.STORED, "host") == [0, 1, 2, 3, 4]
-        stored = [event for event in events if event.tier == "host"]
-        keys = [key.digest for key in here.keys(tokens(18))]
-        assert [digest for event in stored for digest in event.digests] == keys
-
-
-async def test_a_tail_of_another_prompt_that_is_fetched_is_told_too() -> None:
-    async with world(store=await filled(tokens(11))) as here:
-        with here.service.events.subscribe() as subscription:
-            assert (await here.run(tokens(10))).storage_tokens == 9
-            events = await everything(subscription)
-        stored = [event for event in events if event.tier == "host"]
-        keys = [key.digest for key in here.keys(tokens(11))]  # the tail as the other prompt left it
-        assert [digest for event in stored for digest in event.digests] == keys
 
 
 async def test_a_slow_listener_loses_the_oldest_and_is_told_how_many() -> None:
@@ -206,30 +183,3 @@ async def test_of_too_many_stored_blocks_the_oldest_are_told_to_be_gone(
         gone = [event for event in events if event.kind is CacheEventKind.EVICTED]
         keys = [key.digest for key in here.keys(tokens(16))]
         assert [digest for event in gone for digest in event.digests] == keys[:3]
-
-
-async def test_a_block_that_a_fetch_finds_on_its_way_from_the_device_is_not_told_to_be_there() -> (
-    None
-):
-    prompt = list(range(16))
-    through = WritePolicy.WRITE_THROUGH
-    async with world(store=await filled(prompt), host_write=through) as here:
-        with here.service.events.subscribe() as events:
-            here.the_store.hold()
-            fetching = asyncio.ensure_future(here.admit([*prompt, 1]))
-            await here.the_store.until_held(1)
-            here.latch.hold(Direction.OFFLOAD)
-            computes = await here.admit(prompt, uses_cache=False)
-            await here.prefill(computes, prompt)
-            await here.latch.until_held()
-            here.latch.fail_next(Direction.OFFLOAD, 1)
-            here.the_store.release()
-            fetched = await finish(fetching)
-            here.latch.release()
-            here.service.scheduler.end(fetched)
-            await here.ended(computes)
-            told = [
-                one.tier for one in await everything(events) if one.kind is CacheEventKind.STORED
-            ]
-        assert here.service.stats().host.used == 0, "the one copy that was begun has failed"
-        assert set(told) == {"device", "storage"}

@@ -69,22 +69,6 @@ async def test_growing_evicts_waits_for_others_and_goes_before_those_who_wait() 
         await here.settle()
 
 
-async def test_a_cancelled_extension_lets_those_behind_it_in() -> None:
-    async with world(device_blocks=4, host_write=NONE) as here:
-        first, second = await here.admit(tokens(8)), await here.admit(tokens(4, 100))
-        grows = asyncio.ensure_future(here.service.scheduler.growth.extend(first, 8))
-        await turns(3)
-        behind = asyncio.ensure_future(here.admit(tokens(4, 200)))  # would fit
-        await turns(3)
-        assert not behind.done()
-        grows.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await grows
-        here.service.scheduler.end(await finish(behind))
-        here.service.scheduler.end(first)
-        await here.ended(second)
-
-
 async def preempted(here: World, count: int) -> Request:
     request = await here.admit(tokens(count), new=4)
     await here.prefill(request, tokens(count))

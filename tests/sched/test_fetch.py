@@ -13,7 +13,7 @@ import pytest
 from tests.gated_reads import GatedReads
 from tests.latch import finish, turns, until
 from tests.storage.values import put_one
-from tests.world import World, fingerprint, tokens, world
+from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
@@ -236,16 +236,6 @@ async def test_a_host_without_room_gives_a_shorter_run() -> None:
         await here.run(tokens(34))  # checks every byte
 
 
-async def test_nodes_of_another_fingerprint_never_share_a_block() -> None:  # fault 10
-    for field in ("model", "tenant", "adapter", "revision"):
-        store = await filled(tokens(18))
-        who = fingerprint(**{field: "x"}) if field != "model" else None
-        if who is None:
-            continue
-        async with world(store=store, who=who) as here:
-            assert (await here.run(tokens(18))).total_tokens == 0
-
-
 async def test_a_fetch_waits_for_copies_that_hold_the_hosts_slots_on_their_way() -> None:
     store = await filled(tokens(16))
     async with world(store=store, device_blocks=8, host_blocks=4, host_write=THROUGH) as here:
@@ -398,22 +388,6 @@ async def test_nothing_is_kept_behind_a_group_that_did_not_come(status: GetStatu
         assert await admitted == 0
         assert not len(here.service.tiers.slots.lent(Tier.HOST))
         assert len(store.gates) == 2, "nobody asks for what could not be used"
-
-
-@pytest.mark.parametrize("ticks", range(12))
-async def test_a_fetch_that_stops_at_any_time_leaves_no_slot_lent(ticks: int) -> None:
-    async with fetching() as (here, store, admitted):
-        for _ in range(ticks):
-            await asyncio.sleep(0)
-        here.service.abort("request 1")
-        admitted.cancel()
-        for _ in range(50):
-            await asyncio.sleep(0)
-        for gate in store.gates:
-            gate.set_result(GetStatus.FAILED)
-        await until(lambda: here.service.tiers.work.num_tasks == 0, "the end of the fetch")
-        assert not len(here.service.tiers.slots.lent(Tier.HOST))
-        assert here.service.stats().host.free == 90
 
 
 async def test_blocks_of_a_store_that_was_lost_during_the_fetch_do_not_count_as_stored() -> None:

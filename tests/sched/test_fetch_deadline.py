@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.faulty import FaultyStore
-from tests.simulated import LoopClock, simulated, simulated_world
+from tests.simulated import simulated, simulated_world
 from tests.world import World, tokens
 from tierkv.cache.eviction import WritePolicy
 from tierkv.sched.budget import Budget
 from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.worth import SILENT_S, SLACK_S, SLACK_SHARE, Estimator, FetchPolicy
-from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetItem, GetOutcome
 
 THROUGH = WritePolicy.WRITE_THROUGH
 NUM_TOKENS = 4 * 4 * GROUP_BLOCKS  # four groups of blocks of 4 tokens
@@ -82,39 +78,6 @@ async def test_a_fetch_that_came_too_late_teaches_how_slow_the_tier_is() -> None
         assert took_s > 0.2
 
 
-class Promising(FaultyStore):
-    """Says what it has, and while it is stuck gives none of it."""
-
-    is_stuck = False
-
-    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        if self.is_stuck:
-            await asyncio.sleep(1e6)
-        return await super().get_into(items)
-
-
-@simulated
-async def test_fetches_that_queue_behind_others_and_come_to_nothing_are_not_made_for_ever() -> None:
-    async with fetching() as here:
-        store = Promising(MemoryStore(MemorySettings(), LoopClock()))
-        await here.service.attach_storage(store)
-        prompts = [tokens(64, 1000 * number) for number in range(16)]
-        for prompt in prompts:
-            await here.run(prompt)
-        here.service.reset()
-        store.is_stuck = True
-        here.service.note_prefill(64, 1.0)
-        waits = []
-        for first in range(0, 16, 4):
-            began = asyncio.get_running_loop().time()
-            four = [asyncio.ensure_future(here.admit(one)) for one in prompts[first : first + 4]]
-            for one in four:
-                here.service.scheduler.end(await one)
-            waits.append(asyncio.get_running_loop().time() - began)
-        assert waits == [pytest.approx(0.13, abs=0.01), *[pytest.approx(0.0, abs=0.01)] * 3]
-        await here.settle()
-
-
 # The budget by itself
 
 
@@ -175,16 +138,6 @@ async def test_a_wait_whose_tier_is_known_ends_after_twice_the_estimate_or_compu
 
 
 @simulated
-async def test_the_rule_counts_from_the_moment_in_which_it_is_applied() -> None:
-    budget = Budget(60.0, estimator=estimator(2.0, 0.1, 0.3))
-    async with budget.limit():
-        await asyncio.sleep(0.3)
-    budget.restrict(1000)
-    slack_s = SLACK_SHARE * 2.0 + SLACK_S
-    assert await wait_ends_after(budget) == pytest.approx(2 * 0.5 + slack_s)
-
-
-@simulated
 async def test_answers_in_time_cost_a_claim_that_waits_for_its_ticket_nothing() -> None:
     budget = Budget(1.0, is_claim=True)
     for _ in range(3):
@@ -192,19 +145,6 @@ async def test_answers_in_time_cost_a_claim_that_waits_for_its_ticket_nothing() 
             await asyncio.sleep(0.9)
         budget.restart()
     assert await wait_ends_after(budget) == pytest.approx(1.0)
-
-
-@simulated
-async def test_a_tier_slower_than_computing_is_asked_now_and_then_with_nobody_waiting() -> None:
-    slow = estimator(0.4, 0.3, 0.3)
-    verdicts = []
-    for _ in range(50):
-        budget = Budget(60.0, estimator=slow)
-        verdicts.append(budget.restrict(1000))
-        assert await wait_ends_after(budget) == pytest.approx(0.0)
-        await asyncio.sleep(0.1)
-    assert 2 <= sum(verdict.is_asked for verdict in verdicts) <= 4
-    assert {verdict.reason for verdict in verdicts} == {"computing is estimated to be faster"}
 
 
 @simulated
@@ -224,29 +164,6 @@ async def test_a_claim_that_may_recompute_gives_up_silence_and_one_that_may_not_
     whole = Budget(60.0, is_claim=True)
     whole.restrict(1000)
     assert await wait_ends_after(whole) == pytest.approx(60.0)
-
-
-@simulated
-async def test_a_tier_that_has_nothing_is_not_asked_where_the_answer_takes_long() -> None:
-    known = estimator(2.0, 0.3, 0.3)
-    assert known.judge(1000, 0.0).wait_s > 0
-    for _ in range(20):
-        known.tier.note_answer(0.3, has_found=False)
-    assert known.judge(1000, 0.0).wait_s == 0
-    quick = estimator(2.0, 0.001, 0.3)
-    for _ in range(20):
-        quick.tier.note_answer(0.001, has_found=False)
-    assert quick.judge(1000, 0.0).wait_s > 0
-
-
-@simulated
-async def test_a_tier_that_is_quick_again_is_used_after_one_answer() -> None:
-    known = estimator(0.4, 0.3, 0.1)
-    assert known.judge(1000, 0.0).is_try
-    known.tier.note_answer(0.001, has_found=True)
-    assert known.judge(1000, 0.1).wait_s > 0
-    known.tier.note_silence(0.5)
-    assert known.judge(1000, 0.2).wait_s == 0
 
 
 @simulated

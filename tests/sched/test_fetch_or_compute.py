@@ -18,11 +18,9 @@ from tests.sessions import begin_request
 from tests.simulated import simulate, simulated_world
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
 from tierkv.errors import RequestAbortedError
 from tierkv.sched.budget import Budget
-from tierkv.sched.request import PromiseWait
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus
 
@@ -283,36 +281,4 @@ async def test_waiting_for_one_that_computes() -> None:
         assert decided(on) == {"wait_device": 1}
         await on.prefill(owner, tokens(16))
         on.service.scheduler.end(await finish(waits))
-        await on.ended(owner)
-
-
-async def test_computing_although_another_one_does_since_that_one_is_behind() -> None:
-    async with world() as on:
-        on.service.note_prefill(1000, 1000.0)  # 32 s for the owner's, and hardly one is over
-        owner = await on.admit(tokens(32))
-        on.compute(owner, tokens(16))
-        await on.service.scheduler.commit(owner, pack(tokens(16)))
-        request = await on.admit([*tokens(32), 99])  # of which 16 tokens are left
-        assert request.cached_tokens == 16
-        assert decided(on) == {"recompute_device": 1}
-        on.service.scheduler.end(request)
-        await on.ended(owner)
-
-
-async def test_a_chance_is_passed_by_once_however_long_there_is_no_room() -> None:
-    async with world(device_blocks=12) as on:
-        on.service.note_prefill(1000, 10.0)
-        owner = await on.admit(tokens(32))
-        busy = await on.admit(tokens(12, 900))
-        assert owner.promise is not None
-        lost = PromiseWait(owner.promise, 3, 0.1)  # so that the next chance is passed by
-        on.service.scheduler.computing.note_wait(lost, 0.0, was_worth_it=False)
-        waits = asyncio.ensure_future(on.admit([*tokens(12), 99]))
-        await until(lambda: on.service.scheduler.num_waiting == 1)
-        for _ in range(5):
-            on.service.tiers.work.capacity_changed()
-        assert decided(on) == {}
-        on.service.scheduler.end(busy)
-        on.service.scheduler.end(await finish(waits))
-        assert decided(on) == {"recompute_device": 1}
         await on.ended(owner)

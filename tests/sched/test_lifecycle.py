@@ -108,25 +108,6 @@ async def test_what_is_forgotten_in_slices_lets_others_have_their_turns_and_keep
         assert stats.device.used == stats.host.used == 0
 
 
-async def test_forgetting_that_is_cancelled_leaves_whole_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(lifecycle, "_SLICE", 2)
-    async with world(device_blocks=64, host_write=NONE) as here:
-        for number in range(8):
-            await here.run(tokens(16, 100 * number))
-        forgetting = asyncio.ensure_future(here.service.forget())
-        await turns(2)
-        forgetting.cancel()
-        await asyncio.wait([forgetting])
-        await here.settle()
-        found = {
-            here.service.index.match(here.prompt(tokens(16, 100 * number))).num_blocks
-            for number in range(8)
-        }
-        assert found == {0, 4}
-
-
 async def test_a_hard_pin_stays_under_pressure_until_it_ends() -> None:
     async with world(device_blocks=6, host_write=NONE) as here:
         await here.run(tokens(8))
@@ -275,23 +256,6 @@ async def test_a_host_size_without_memory_is_refused_and_says_what_to_do() -> No
             pass
 
 
-async def test_a_second_resize_does_not_wait_for_slots_that_the_first_holds() -> None:
-    second = 6
-    async with world(device_blocks=8) as on:
-        request = await on.admit(tokens(31))
-        first = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 4))
-        await turns(5)
-        with pytest.raises(OwnershipError, match="being resized"):
-            await finish(on.service.resize(Tier.DEVICE, second))
-        await on.service.resize(Tier.HOST, 30)  # another tier is another matter
-        on.service.scheduler.end(request)
-        await finish(first)
-        assert on.service.stats().device.capacity == 4
-        await on.service.resize(Tier.DEVICE, second)
-        assert on.service.stats().device.capacity == second
-        await on.settle()
-
-
 async def test_a_sleep_and_a_shrink_do_not_wait_for_each_other() -> None:
     async with world(device_blocks=8) as on:
         request = await on.admit(tokens(31))
@@ -332,23 +296,6 @@ async def test_a_drain_in_the_middle_of_a_shrink_lets_both_end() -> None:
         await on.settle()
 
 
-async def test_who_waits_for_room_does_not_get_the_slots_that_a_shrink_has_freed() -> None:
-    async with world(device_blocks=8, host_write=WritePolicy.NONE) as on:
-        first, second = await on.admit(tokens(8)), await on.admit(tokens(16, 100))
-        shrinks = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 5))
-        await turns(5)
-        waits = asyncio.ensure_future(on.admit(tokens(20, 200)))  # 5 blocks
-        await turns(5)
-        on.service.scheduler.end(
-            second
-        )  # 4 are free, and then, for a moment, the shrink's 3 as well
-        await finish(shrinks)
-        assert on.service.stats().device.capacity == 5
-        on.service.scheduler.end(first)
-        on.service.scheduler.end(await finish(waits))
-        await on.settle()
-
-
 @pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize("is_cached", [False, True])
 async def test_a_shrink_does_not_wait_until_nobody_is_in_line(
@@ -375,33 +322,6 @@ async def test_a_shrink_does_not_wait_until_nobody_is_in_line(
             assert on.service.scheduler.num_waiting, "else it had all the time of the world"
             assert on.service.verify() == []
         assert on.service.stats().device.capacity == (4 if tier is Tier.DEVICE else 8)
-        await on.settle()
-
-
-@pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_a_request_that_a_shrink_leaves_no_room_for_takes_nothing_with_it(
-    *, is_cancelled: bool
-) -> None:
-    async with world(device_blocks=8, host_write=WritePolicy.NONE) as on:
-        first, second = await on.admit(tokens(12)), await on.admit(tokens(16, 100))
-        shrinks = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 4))
-        await turns(5)
-        waits = asyncio.ensure_future(on.admit(tokens(20, 200)))  # 5 blocks
-        on.service.scheduler.end(first)
-        await turns(5)
-        assert not waits.done()
-        assert on.service.verify() == []
-        if is_cancelled:
-            shrinks.cancel()
-            on.service.scheduler.end(second)
-            on.service.scheduler.end(await finish(waits))
-            assert on.service.stats().device.free == 8
-        else:
-            on.service.scheduler.end(second)
-            await finish(shrinks)
-            with pytest.raises(RequestTooLargeError):
-                await finish(waits)
-            assert on.service.stats().device.free == 4
         await on.settle()
 
 
@@ -444,24 +364,3 @@ async def test_a_shrink_of_a_large_cache_lets_others_go_on_and_misses_nothing_me
         assert len(used) >= 4, "thousands of runs are not one turn's work"
         assert service.stats().device.capacity == 1
         await here.settle()
-
-
-async def test_runs_that_go_while_others_are_forgotten_in_slices_are_let_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(lifecycle, "_SLICE", 1)
-    async with world(device_blocks=64, host_blocks=64, host_write=THROUGH) as here:
-        for number in range(6):
-            await here.run(tokens(16, 100 * number))
-            await here.run([*tokens(8, 100 * number), *tokens(8, 1000)])  # cuts it in two
-        forgetting = asyncio.ensure_future(here.service.forget())
-        await turns(3)
-        assert not forgetting.done()
-        here.service.reset()
-        for number in range(6):
-            await here.run([*tokens(4, 100 * number), *tokens(8, 2000)])
-        await forgetting
-        assert here.service.verify() == []
-        here.service.reset()
-        stats = here.service.stats()
-        assert stats.device.used == stats.host.used == 0

@@ -13,7 +13,6 @@ from tests.latch import ManualEvent, cancelled_at, finish, turns, until
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
-from tierkv.cache.node import Tier
 from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice, CpuEvent
 from tierkv.gpu.protocol import Direction, Event
@@ -48,24 +47,6 @@ async def test_layers_open_as_they_arrive_and_not_before() -> None:  # faults 4 
         await finish(request.gate.all_layers(100.0))
         here.check_kv(request, tokens(8), 8)
         await here.ended(request)
-
-
-async def test_the_books_are_right_while_others_load_again_what_one_load_has_failed_to_bring() -> (
-    None
-):
-    prompt = [*tokens(12), 77]
-    async with with_host_copies(tokens(12)) as here:
-        here.latch.fail_next(LOAD)
-        first = await here.admit(prompt)
-        with pytest.raises(TransferError):
-            await finish(here.service.scheduler.commit(first, pack(prompt)))
-        second = await here.admit(prompt)  # in other slots: those of the first are in its table
-        await here.prefill(second, prompt)  # checks every byte
-        assert second.cached_tokens == 12
-        assert not set(second.block_table[:3].tolist()) & set(second.private_slots().tolist())
-        assert here.service.verify() == []
-        here.service.scheduler.end(first)
-        await here.ended(second)
 
 
 @pytest.mark.promise("Equal prompts share one load.")
@@ -414,64 +395,7 @@ async def test_a_later_commit_does_not_tell_of_blocks_that_earlier_kernels_still
         assert here.service.index.match(here.prompt(prompt)).num_blocks == 4
 
 
-@pytest.mark.parametrize("starter_ends_first", [True, False])
-async def test_slots_of_a_failed_load_are_lent_until_all_who_shared_it_have_ended(
-    *, starter_ends_first: bool
-) -> None:
-    async with world(device_blocks=16, host_write=WritePolicy.WRITE_THROUGH) as here:
-        await here.run(tokens(16))
-        await here.run(tokens(64, 1000))  # the first is on the host only
-        here.latch.hold(Direction.LOAD)
-        both = [await here.admit([*tokens(16), 90 + number]) for number in range(2)]
-        here.latch.fail_next(Direction.LOAD)
-        here.latch.release()
-        for request in both:
-            with pytest.raises(TransferError):
-                await finish(request.gate.all_layers(100.0))
-        await until(lambda: here.service.tiers.copies.num_loads == 0)
-        first, last = both if starter_ends_first else reversed(both)
-        here.service.scheduler.end(first)
-        shared = set(last.block_table[:4].tolist())
-        assert shared <= set(here.service.tiers.slots.lent(Tier.DEVICE).tolist())
-        assert here.service.verify() == []
-        await here.ended(last)
-        assert not len(here.service.tiers.slots.lent(Tier.DEVICE))
-
-
-async def test_the_block_that_is_matched_in_part_stays_until_it_has_been_copied() -> None:
-    async with with_host_copies(tokens(18)) as here:
-        here.latch.hold(Direction.LOAD)
-        request = await here.admit([*tokens(14), 900])
-        await here.latch.until_held()
-        here.service.reset()
-        assert here.service.stats().host.used == 4, "three blocks, and the one shared in part"
-        here.latch.release()
-        await finish(request.gate.all_layers(100.0))
-        here.check_kv(request, tokens(14), 14)
-        await here.ended(request)
-        here.service.reset()
-        assert here.service.stats().host.used == 0
-
-
 # Loads ahead of the request that wants the blocks
-
-
-async def test_it_counts_as_no_request_and_takes_no_name() -> None:
-    async with with_host_copies(tokens(16)) as here:
-        before = here.service.stats().requests
-        admitted, prompt_tokens = before.admitted_requests, before.prompt_tokens
-        here.latch.hold(LOAD)
-        loading = asyncio.ensure_future(here.service.scheduler.load_ahead(here.prompt(tokens(16))))
-        await here.latch.until_held()
-        assert not here.service.scheduler.running_requests
-        here.latch.release()
-        await finish(loading)
-        match = here.service.index.match(here.prompt(tokens(16)))
-        assert match.device_blocks == 4
-        stats = here.service.stats().requests
-        assert (stats.admitted_requests, stats.prompt_tokens) == (admitted, prompt_tokens)
-        await here.run(tokens(16))
-        await here.settle()
 
 
 async def test_a_request_finds_a_load_that_is_on_its_way_and_shares_it() -> None:
@@ -507,14 +431,3 @@ async def test_nothing_is_loaded_where_what_others_hold_leaves_no_room() -> None
         await finish(here.service.scheduler.load_ahead(here.prompt(tokens(16))))
         assert here.latch.count(LOAD) == 0
         await here.ended(busy)
-
-
-async def test_a_load_that_fails_leaves_the_blocks_on_the_host_and_the_slots_free() -> None:
-    async with with_host_copies(tokens(16)) as here:
-        here.latch.fail_next(LOAD)
-        with pytest.raises(TransferError):
-            await finish(here.service.scheduler.load_ahead(here.prompt(tokens(16))))
-        await here.settle()
-        match = here.service.index.match(here.prompt(tokens(16)))
-        assert (match.device_blocks, match.host_blocks) == (0, 4)
-        await here.run(tokens(32, 800))  # all of the device

@@ -153,20 +153,6 @@ async def test_all_portions_together_take_no_longer_than_the_policy_says() -> No
         await node.settle()
 
 
-async def test_what_the_fetch_before_took_is_part_of_the_deadline_of_its_portions() -> None:
-    """The question, two blocks and four portions: six times 0.2 s, of which 1 s has room."""
-    settings: dict[str, Any] = {"fetch_policy": FetchPolicy.DEADLINE, "fetch_deadline_s": 1.0}
-    async with world(
-        store=await stored(LONG), device_blocks=110, host_blocks=2, **settings
-    ) as node:
-        node.the_store.delay_s = 0.2
-        request = await node.admit(LONG)
-        assert request.cached_tokens < 396
-        node.the_store.delay_s = 0.0
-        await use(node, LONG, request)
-        await node.settle()
-
-
 async def test_a_copy_into_a_requests_blocks_is_not_left_alone_when_time_is_over() -> None:
     """Its engine would compute into the same blocks."""
     settings: dict[str, Any] = {"fetch_policy": FetchPolicy.DEADLINE, "fetch_deadline_s": 0.5}

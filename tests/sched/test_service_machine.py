@@ -1,5 +1,8 @@
 """Random requests, cancels, aborts, faults, tenants, resizes and sleeps against a running service.
 
+The device is too small for the requests, which grow a token at a time, yield and come back: all of
+them end.
+
 The model is what each token's KV must be: every byte that a request finds is compared with it, and
 the books are recounted after each step. With each full deletion the weights change, and with them
 the KV of every token. Who listens to the events knows every copy at the end.
@@ -23,7 +26,7 @@ from tests.world import GQA, World
 from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import CopyState, Tier
-from tierkv.errors import BadRequestError, StoreUnavailableError, TierKVError
+from tierkv.errors import BadRequestError, OutOfBlocksError, StoreUnavailableError, TierKVError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched import copies, fetch, lifecycle
 from tierkv.sched.copies import path_keys
@@ -84,7 +87,7 @@ class Machine:
         """One request from its admission to its end, with all an engine may do between."""
         service, rng = self.here.service, self.rng
         more = [rng.randrange(50) for _ in range(rng.randrange(8))]
-        preempts = rng.random() < 0.2
+        preempts, grows_slowly = rng.random() < 0.2, rng.random() < 0.5
         try:
             space = service.space_of_tenant(tenant) if tenant else ""
             whole = Prompt.of(prompt, GQA.block_size, space=space)
@@ -105,22 +108,29 @@ class Machine:
                 await asyncio.sleep(0)
             self.here.compute(request, prompt, request.cached_tokens, weights=weights)
             await service.scheduler.commit(request, pack(prompt))
-            if preempts:
-                service.scheduler.preempt(request)
-                weights = service.deletions.generation
-                request = await resume_request(service, request, max_new_tokens=0)
-                if weights != service.deletions.generation:
-                    return
-                await request.gate.all_layers(100.0)
-                self.here.check_kv(request, prompt, request.cached_tokens, weights=weights)
-            elif more:
-                await service.scheduler.growth.extend(request, len(more))
-                self.here.compute(request, prompt + more, len(prompt), weights=weights)
-                await service.scheduler.commit(request, pack(prompt + more))
-                self.here.check_kv(request, prompt + more, len(prompt + more), weights=weights)
+            count = 1 if grows_slowly else max(len(more), 1)
+            for at in range(0, len(more), count):
+                try:
+                    await service.scheduler.growth.extend(request, count)
+                except OutOfBlocksError:  # it is its turn to yield
+                    preempts = True
+                if preempts:
+                    service.scheduler.preempt(request)
+                    weights = service.deletions.generation
+                    request = await resume_request(service, request, max_new_tokens=count)
+                    if weights != service.deletions.generation:
+                        return
+                    await request.gate.all_layers(100.0)
+                    preempts = False
+                done = prompt + more[: at + count]
+                self.here.check_kv(request, done, request.cached_tokens, weights=weights)
+                self.here.compute(request, done, request.cached_tokens, weights=weights)
+                await service.scheduler.commit(request, pack(done))
+                self.here.check_kv(request, done, len(done), weights=weights)
+                await asyncio.sleep(rng.random() * 0.002 if grows_slowly else 0)
             self.whole += 1
         except TierKVError:
-            pass  # a copy failed, it was aborted, or it was its turn to yield
+            pass  # a copy failed, or it was aborted
         finally:
             self.stop(request)
 
@@ -174,7 +184,9 @@ class Machine:
 
     async def change_the_node(self) -> None:
         service, rng = self.here.service, self.rng
-        what = rng.choice(["size", "size", "reset", "delete", "speed", "pin", "tenant", "tenant"])
+        what = rng.choice(
+            ["size", "size", "reset", "delete", "speed", "pin", "tenant", "tenant", "load"]
+        )
         if what == "size":
             await self.change_the_size()
         elif what == "reset" and rng.random() < 0.5:
@@ -185,6 +197,9 @@ class Machine:
             await self.delete_all()
         elif what == "speed":
             service.note_prefill(1000, rng.choice([0.01, 1.0]))
+        elif what == "load":
+            with suppress(TierKVError):
+                await service.scheduler.load_ahead(self.here.prompt(self.tokens()))
         elif what == "pin":
             service.pin("one", self.here.prompt(self.tokens()), 0.01, is_soft=rng.random() < 0.5)
         else:
@@ -257,6 +272,7 @@ async def run(seed: int, steps: int = STEPS) -> Machine:
     return machine
 
 
+@pytest.mark.promise("Every request of a storm ends.")
 @pytest.mark.parametrize(
     "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 48))]
 )

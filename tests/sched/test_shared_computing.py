@@ -7,9 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import ManualEvent, finish, turns, until
-from tests.simulated import simulate, simulated, simulated_world
 from tests.world import World, tokens, world
-from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.errors import ShuttingDownError
 from tierkv.sched.request import Request
@@ -164,59 +162,3 @@ async def test_a_node_that_drains_refuses_those_who_wait() -> None:
             await until(lambda: here.service.stats().requests.shared_waits == 1)
             here.service.drain()
         await here.ended(owner)
-
-
-# What is waited for is paid for; what is forgotten, fetched or loaded meanwhile stays right.
-
-
-NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
-
-
-COMPUTE_S = 1.0
-
-
-async def second_waits(here: World, *, owner_takes_s: float) -> bool:
-    """Whether a request waits for one that computes the same and ends without having done so."""
-    before = here.service.stats().requests.shared_waits
-    owner = await here.admit(tokens(40))
-    second = asyncio.ensure_future(here.admit(tokens(40)))
-    await asyncio.sleep(owner_takes_s)
-    here.service.scheduler.end(owner)
-    here.service.scheduler.end(await second)
-    return here.service.stats().requests.shared_waits > before
-
-
-@pytest.mark.parametrize("owner_takes_s", [0.01, 2.0])
-def test_of_a_wait_in_vain_its_own_length_counts(owner_takes_s: float) -> None:
-    """Short ones cost little, so that after each only twice as many chances pass by."""
-
-    async def scene() -> list[bool]:
-        async with simulated_world(device_blocks=64, host_write=NONE) as here:
-            here.service.note_prefill(40, COMPUTE_S)
-            await asyncio.sleep(1000.0)
-            return [await second_waits(here, owner_takes_s=owner_takes_s) for _ in range(7)]
-
-    is_short = owner_takes_s < COMPUTE_S
-    assert simulate(scene()) == [True, False, True, False, False, False, is_short]
-
-
-@simulated
-async def test_what_came_whole_is_not_late_for_another_prompts_tail_that_was_looked_for() -> None:
-    rules = {"host_write": THROUGH, "storage_write": THROUGH}
-    async with simulated_world(device_blocks=64, **rules) as here:
-        await here.run(tokens(16))
-        here.service.reset()
-        here.service.note_prefill(40, COMPUTE_S)
-        found: list[str] = []
-
-        async def never(name: str, *, max_bytes: int) -> bytes | None:
-            found.append(name)
-            await asyncio.sleep(1000.0 + max_bytes)
-            raise AssertionError("nobody waits for so long")
-
-        here.the_store.get = never  # type: ignore[method-assign]
-        request = await here.admit([*tokens(16), 77])
-        assert request.matched.storage_tokens == 16
-        assert [name.endswith(":tails") for name in found] == [True]
-        assert here.service.stats().decisions.recompute_late == 0
-        await here.ended(request)

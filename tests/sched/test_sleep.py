@@ -270,27 +270,6 @@ async def test_a_host_that_shrinks_stores_nothing_where_the_rule_does_not_say_so
         assert await num_stored(here) == 0
 
 
-@simulated
-async def test_a_host_that_shrinks_stores_what_would_be_nobodys_without_the_blocks_that_go() -> (
-    None
-):
-    async with simulated_world(
-        device_blocks=16, host_blocks=16, host_write=THROUGH, storage_write=BACK
-    ) as here:
-        books = here.service.tiers.slots
-        slots = here.service.tiers.eviction.acquire(Tier.HOST, 16)
-        low = slots[slots < 8]
-        books.lend(Tier.HOST, low)
-        books.give(Tier.HOST, slots[slots >= 8])
-        await here.run(tokens(32))
-        books.unlend(Tier.HOST, low)
-        books.give(Tier.HOST, low)
-        await here.run(tokens(40))  # the last two where they could stay
-        await here.service.sleep(keeps_blocks=False)
-        await here.service.resize(Tier.HOST, 8)
-        assert await here.the_store.exists(here.names(tokens(40))) == 10
-
-
 @pytest.mark.parametrize("fault", ["hangs", "refuses"])
 @simulated
 async def test_a_store_that_takes_nothing_holds_no_shrink_up(fault: str) -> None:
@@ -316,29 +295,4 @@ async def test_a_shrink_waits_for_a_slow_store_as_long_as_that_takes_something()
         here.the_store.delay_s = 0.8 * LEAVING_PATIENCE_S
         await here.service.resize(Tier.HOST, 2)
         here.the_store.delay_s = 0.0
-        assert await num_stored(here) >= 14
-
-
-@simulated
-async def test_what_stays_after_a_shrink_was_cancelled_is_stored_when_it_goes() -> None:
-    async with full_host() as here:
-        here.the_store.hold_writes()
-        shrinks = asyncio.ensure_future(here.service.resize(Tier.HOST, 2))
-        await here.the_store.until_held(1)
-        shrinks.cancel()
-        await asyncio.wait([shrinks])
-        await asyncio.sleep(2 * LEAVING_PATIENCE_S)
-        await here.settle()
-        assert await num_stored(here) == 0
-        here.the_store.release()
-        here.the_store.delay_s = 0.5 * LEAVING_PATIENCE_S
-        shrinks = asyncio.ensure_future(here.service.resize(Tier.HOST, 2))
-        await asyncio.sleep(0.1)
-        shrinks.cancel()
-        await here.settle()
-        here.the_store.delay_s = 0.0
-        assert await num_stored(here) <= 4, "no more than the store had in hand"
-        left = here.service.index.spaces.root.space.used[Tier.HOST]
-        assert left == 16
-        await here.service.resize(Tier.HOST, 2)
         assert await num_stored(here) >= 14

@@ -15,7 +15,6 @@ from tests.world import World, tokens
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
-from tierkv.errors import OutOfBlocksError
 from tierkv.sched.slots import MAX_AT_ONCE_S, STORE_PATIENCE_S
 
 NONE, THROUGH, BACK = WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
@@ -77,28 +76,6 @@ async def test_a_store_whose_writes_hang_keeps_a_quarter_of_the_host_and_no_requ
 
 
 @simulated
-async def test_host_slots_that_a_store_reads_are_nobody_elses_though_their_blocks_went() -> None:
-    async with simulated_world(
-        device_blocks=16, host_blocks=16, host_write=THROUGH, storage_write=THROUGH
-    ) as here:
-        here.the_store.hold_writes()
-        first, others = tokens(16), [tokens(16, base) for base in (100, 200, 300, 400, 500)]
-        await computed(here, first)
-        here.service.reset()
-        assert here.service.verify() == []
-        assert here.service.stats().host.free == 12
-        for ids in others:
-            await computed(here, ids)
-        assert here.service.verify() == []
-        here.the_store.release()
-        await here.settle()
-        here.service.reset()
-        assert here.service.stats().host.free == 16
-        here.service.note_prefill(1000, 1000.0)
-        assert (await here.run(first)).storage_tokens == 15, "every byte of it is compared"
-
-
-@simulated
 async def test_a_host_slot_that_two_writes_read_is_free_after_the_second() -> None:
     """As when a store was attached anew while it was written to the one before."""
     async with simulated_world(device_blocks=16, host_blocks=4) as here:
@@ -116,26 +93,6 @@ async def test_a_host_slot_that_two_writes_read_is_free_after_the_second() -> No
         assert tiers.slots.lent(Tier.HOST).tolist() == second.tolist()
         tiers.slots.end_reading(second)
         assert here.service.stats().host.free == 4
-
-
-@simulated
-async def test_host_slots_that_a_store_reads_are_not_counted_on_and_others_go_instead() -> None:
-    rules = {"host_write": THROUGH, "storage_write": NONE}
-    async with simulated_world(device_blocks=16, host_blocks=4, **rules) as here:
-        await here.run(tokens(16))
-        tiers, index = here.service.tiers, here.service.index
-        read = index.slots(Tier.HOST, index.match(here.prompt(tokens(16))).node, 2, 4)
-        tiers.slots.begin_reading(read)
-        assert tiers.eviction.available(Tier.HOST) == 2
-        with pytest.raises(OutOfBlocksError):
-            tiers.eviction.acquire(Tier.HOST, 3)
-        assert index.spaces.root.space.used == [4, 4], "all or nothing"
-        slots = tiers.eviction.acquire(Tier.HOST, 1)
-        assert not set(slots.tolist()) & set(read.tolist())
-        tiers.slots.end_reading(read)
-        tiers.slots.give(Tier.HOST, slots)
-        assert here.service.stats().host.free == 4 - index.spaces.root.space.used[1]
-        assert here.service.verify() == []
 
 
 async def computed(here: World, ids: list[int]) -> None:

@@ -187,17 +187,6 @@ async def test_within_a_quota_each_tier_evicts_by_its_own_policy(
         assert is_left == (host_eviction is EvictionKind.LFU)
 
 
-async def test_a_quota_given_with_a_fingerprint_outlasts_that_it_is_closed_for_others() -> None:
-    async with world(max_tenants=1, host_write=NONE, tenant_device_blocks=6) as here:
-        space = here.service.open_fingerprint(fingerprint(tenant="a"), quota=(3, None))
-        await run(here, "a", tokens(8))
-        await run(here, "b", tokens(8))
-        assert space not in here.service.roots(), "it is closed"
-        assert here.service.space_of_tenant("a") == space
-        assert here.service.quota_of(space) == (3, None)
-        await run(here, "a", tokens(12))
-
-
 async def test_the_quota_of_a_tenant_that_is_closed_can_be_read_and_changed() -> None:
     async with world(max_tenants=1, host_write=NONE) as here:
         space = here.service.space_of_tenant("a")
@@ -331,51 +320,6 @@ async def test_a_fingerprint_with_many_blocks_is_retired_while_others_go_on(come
             with pytest.raises(BadRequestError, match="is not open"):
                 await retiring
         await here.settle()
-
-
-async def test_those_that_are_being_closed_count_as_closed_for_who_comes_next() -> None:
-    async with world(max_tenants=2, host_write=NONE, device_blocks=512) as here:
-        first = await with_many_runs(here, "a")
-        second, third = (here.service.space_of_tenant(name) for name in ("b", "c"))
-        assert first in here.service.roots(), "it goes in a task"
-        here.service.close_fingerprint(second)
-        fourth = here.service.space_of_tenant("d")
-        assert third in here.service.roots(), "there was room for one more"
-        fifth = here.service.space_of_tenant("e")
-        await here.settle()
-        assert here.service.roots().keys() == {"", fourth, fifth}
-
-
-async def test_a_quota_whose_tenant_is_closed_while_much_of_it_goes_harms_nobody() -> None:
-    async with world(host_write=NONE, device_blocks=4096) as here:
-        space = here.service.space_of_tenant("a")
-        await run(here, "a", tokens(3600 * 4))
-        here.service.set_quota(space, (5, None))
-        assert here.service.close_fingerprint(space) > 5
-        here.service.space_of_tenant("a")
-        await run(here, "a", tokens(8 * 4))
-        await here.settle()
-        assert here.service.index.spaces.root_named(space).space.used[0] == 8
-
-
-async def test_a_tenant_whose_requests_all_wait_for_its_quota_does_not_wait_for_ever() -> None:
-    async with world(host_write=NONE, tenant_device_blocks=4) as here:
-        other = await admit(here, "", tokens(8))  # runs all the while
-        one = await admit(here, "a", tokens(8))
-        two = await admit(here, "a", tokens(8, 100), "two")
-
-        async def grow(request: Request) -> bool:
-            try:
-                await finish(here.service.scheduler.growth.extend(request, 4))
-            except OutOfBlocksError:
-                here.service.scheduler.end(request)
-                return False
-            return True
-
-        grown = await asyncio.gather(grow(one), grow(two))
-        assert list(grown) == [True, False]
-        here.service.scheduler.end(one)
-        await here.ended(other)
 
 
 # What cannot be had changes nothing: neither what is cached nor what is counted.

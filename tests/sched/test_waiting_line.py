@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from itertools import count as count_up
-from itertools import pairwise
 
 import pytest
 
@@ -203,71 +201,3 @@ async def test_however_often_it_waits_for_others_a_request_waits_as_long_as_at_f
     assert ups == [pytest.approx(1.0)], "waits that were left have ended with that"
     line.come_back(waits)
     assert [promise.num_waiting for promise in promises] == [0, 0, 0], "nobody waits for them"
-
-
-# Nobody starves: not a tenant behind another's backlog, not a low priority behind all above it.
-
-
-BLOCKS = 4
-
-
-numbers = count_up()
-
-
-def serve(line: WaitingLine) -> Waiting:
-    first = line.next(anybody)
-    assert first is not None
-    line.admitted(first)
-    line.given(first.space, BLOCKS)
-    return first
-
-
-def join(line: WaitingLine, count: int, *, space: str = "", priority: int = 0) -> None:
-    for _ in range(count):
-        line.join(one(f"number {next(numbers)}", space=space, priority=priority))
-
-
-async def test_two_tenants_with_long_backlogs_take_turns_to_the_end() -> None:
-    line = WaitingLine()
-    join(line, 100, space="many")
-    join(line, 100, space="late")
-    served = [serve(line).space for _ in range(200)]
-    assert all(first != second for first, second in pairwise(served))
-
-
-async def test_what_a_tenant_had_while_it_was_alone_is_no_debt() -> None:
-    line = WaitingLine()
-    for _ in range(1000):
-        line.given("was alone", BLOCKS)
-    join(line, 50, space="new")
-    join(line, 50, space="was alone")
-    served = [serve(line).space for _ in range(100)]
-    assert served[:50].count("was alone") in (24, 25)
-
-
-async def test_a_tenant_that_comes_back_has_no_old_credit() -> None:
-    line = WaitingLine()
-    join(line, 1, space="rare")
-    serve(line)
-    for _ in range(1000):
-        line.given("busy", BLOCKS)
-    join(line, 50, space="busy")
-    join(line, 50, space="rare")
-    served = [serve(line).space for _ in range(100)]
-    assert served[:50].count("rare") in (24, 25, 26)
-
-
-@pytest.mark.parametrize("num_levels", [2, 3, 5])
-async def test_every_priority_goes_on_however_many_come_above_it(num_levels: int) -> None:
-    line = WaitingLine()
-    join(line, 10, priority=0)
-    low = list(line)
-    served: list[Waiting] = []
-    for _ in range(20 * MAX_PASSED_OVER):
-        for priority in range(1, num_levels):
-            join(line, 1, priority=priority)
-        served.append(serve(line))
-    places = [served.index(each) for each in low]
-    gaps = [second - first for first, second in pairwise([-1, *places])]
-    assert places == sorted(places)
-    assert max(gaps) <= (MAX_PASSED_OVER + 1) + num_levels

@@ -126,22 +126,6 @@ async def test_write_back_copies_on_eviction_and_the_slot_is_reused_only_after_t
         assert (await here.run([*tokens(15), 99])).host_tokens == 15  # checks every byte
 
 
-async def test_a_waiter_that_is_cancelled_during_write_back_leaves_the_copy_alone() -> None:  # 6
-    async with world(host_write=BACK, device_blocks=4) as here:
-        await here.run(tokens(16))
-        here.latch.hold(OFFLOAD)
-        async with asyncio.TaskGroup() as group:
-            other = group.create_task(here.admit(tokens(16, 100)))
-            await here.latch.until_held()
-            other.cancel()
-            await turns(10)
-            assert here.service.verify() == []
-            here.latch.release()
-        await here.settle()
-        assert on_host(here) == 4
-        assert here.service.stats().device.used == 4  # nobody needed the room after all
-
-
 async def test_write_back_to_storage_happens_when_the_host_is_full() -> None:
     async with world(
         host_write=BACK, storage_write=BACK, device_blocks=4, host_blocks=4, with_store=True
@@ -274,25 +258,6 @@ async def test_one_that_is_cancelled_in_the_line_or_at_its_turn_leaves_its_room(
     assert pieces.budget.num_waiting == 0
 
 
-async def test_while_something_urgent_is_on_its_way_one_piece_goes_at_a_time() -> None:
-    busy = True
-    pieces = Pieces(ByteBudget(100, lambda: busy))
-    async with asyncio.TaskGroup() as group:
-        for number in range(3):
-            group.create_task(pieces.piece(number, 1))
-        await turns(5)
-        assert pieces.begun == [0]
-        pieces.ends[0].set()
-        await turns(5)
-        assert pieces.begun == [0, 1]  # it lives on
-        busy = False
-        pieces.budget.start_waiting()
-        await turns(5)
-        assert pieces.begun == [0, 1, 2]
-        for number in (1, 2):
-            pieces.ends[number].set()
-
-
 async def test_write_downs_make_way_for_loads() -> None:
     async with world(
         host_write=WritePolicy.WRITE_THROUGH, device_blocks=24, host_blocks=64
@@ -332,21 +297,6 @@ async def test_a_block_that_is_matched_again_while_its_copy_waits_is_not_queued_
         assert here.service.tiers.work.num_tasks <= before
         here.latch.release()
         await here.settle()
-
-
-async def test_one_cancelled_in_the_moment_in_which_its_turn_would_come_is_passed_by() -> None:
-    budget = ByteBudget(10, lambda: False)
-    pieces = Pieces(budget)
-    async with asyncio.TaskGroup() as group:
-        jobs = [group.create_task(pieces.piece(number, 10)) for number in range(3)]
-        await turns(2)
-        jobs[0].cancel()  # it makes room, while the next one's cancel is on its way
-        jobs[1].cancel()
-        await turns(3)
-        assert pieces.begun == [0, 2]
-        pieces.ends[2].set()
-    assert budget.findings() == []
-    assert budget.num_waiting == 0
 
 
 async def test_blocks_are_stored_after_as_many_hits_as_storage_asks_for_not_the_host() -> None:

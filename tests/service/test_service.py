@@ -12,7 +12,7 @@ from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled
 from tests.sessions import begin_request, claim_request, resume_request
 from tests.world import GQA, World, fingerprint, tokens, world
-from tierkv.cache.eviction import EvictionKind, WritePolicy
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
@@ -66,15 +66,6 @@ async def test_freeing_storage_takes_every_tenants_values_from_every_store() -> 
         assert (await num_values(common), await num_values(own)) == (0, 0)
         for tenant in ("", "other", "own"):
             assert await run_for(here, tenant, tokens(16)) == 0
-
-
-async def test_freeing_clears_a_tenants_store_where_there_is_no_common_one() -> None:
-    own = MemoryStore(MemorySettings(), SystemClock())
-    async with world(host_write=THROUGH, storage_write=THROUGH) as here:
-        await here.service.attach_storage(own, tenant=here.service.space_of_tenant("own"))
-        await run_for(here, "own", tokens(16))
-        assert (await here.service.free(clears_storage=True)).removed_values == 4
-        assert await num_values(own) == 0
 
 
 Refused = Callable[[World], Awaitable[object]]
@@ -291,23 +282,6 @@ async def test_who_waits_for_a_pin_when_the_service_ends_is_told(
         await finish(waiting)
 
 
-async def test_who_waits_for_a_pin_when_the_service_fails_is_told() -> None:
-    waiting: list[asyncio.Future[None]] = []
-
-    async def fail() -> None:
-        async with world(host_write=THROUGH) as here:
-            await here.run(tokens(16))
-            here.service.pin("kept", here.prompt(tokens(16)), 1000.0)
-            waiting.append(asyncio.ensure_future(here.service.resize(Tier.DEVICE, 1)))
-            await turns(20)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        await fail()
-    with pytest.raises(ShuttingDownError):
-        await finish(waiting[0])
-
-
 async def test_a_service_that_runs_again_is_as_new() -> None:
     async with world() as here:
         here.service.space_of_tenant("acme")
@@ -392,17 +366,3 @@ async def test_a_subscription_that_holds_nothing_is_refused() -> None:
         with pytest.raises(BadRequestError), here.service.events.subscribe(0):
             pass
         await here.run(tokens(8))
-
-
-async def test_within_its_quota_a_tenant_evicts_by_the_devices_policy() -> None:
-    async with world(
-        host_write=WritePolicy.NONE,
-        device_eviction=EvictionKind.LFU,
-        tenant_device_blocks=6,
-        device_blocks=32,
-    ) as here:
-        for _ in range(3):
-            await run_for(here, "one", tokens(9))
-        await run_for(here, "one", tokens(9, 100))
-        await run_for(here, "one", tokens(12, 200))  # takes what was matched least often
-        assert await run_for(here, "one", tokens(9)) == 8

@@ -4,9 +4,7 @@ again and again."""
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
 from contextlib import suppress
 
 import numpy as np
@@ -14,10 +12,8 @@ import pytest
 
 from tests.latch import CopyLatch, ManualEvent, finish, turns
 from tests.layouts import LAYOUTS
-from tierkv.errors import TransferError
-from tierkv.gpu.cpu import CpuDevice, CpuEvent
-from tierkv.gpu.protocol import Event
-from tierkv.transfer.mover import EventPoller, LayerGate, Mover, Submission, Submitted
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.transfer.mover import EventPoller, Mover
 
 LAYOUT = LAYOUTS["fp8"]
 
@@ -112,38 +108,3 @@ async def test_a_poller_whose_body_breaks_looks_on_until_all_events_are_done() -
         assert not living.done()
         event.finish()
         await finish(futures[0])
-
-
-def _failed(kind: str, error: TransferError) -> Submission:
-    if kind == "not submitted":
-        future: Future[tuple[Event, ...]] = Future()
-        future.set_exception(error)
-        return future
-    if kind == "copied":
-        event = CpuEvent()
-        event.reach(error)
-        return Submitted((event,))
-    cuda = pytest.importorskip("tierkv.gpu.cuda", exc_type=ImportError)
-    pending = cuda.PendingEvent(threading.Condition(), object(), 0)
-    pending.failed(error)
-    return Submitted((pending,))
-
-
-@pytest.mark.parametrize("kind", ["not submitted", "copied", "on its way to a stream"])
-async def test_a_failed_gate_that_is_asked_often_does_not_grow(kind: str) -> None:
-    """An error that is raised again has on it all that it came through before."""
-    error = TransferError("the copy engine caught fire")
-    gate = LayerGate(1, [_failed(kind, error)], EventPoller())
-    stream = CpuDevice().compute_stream
-
-    def ask() -> int:
-        for way in (lambda: gate.is_open(0), lambda: gate.wait_on(stream, 0, 0.0)):
-            with pytest.raises(TransferError, match="caught fire"):
-                way()
-        count, at = 0, error.__traceback__
-        while at is not None:
-            count, at = count + 1, at.tb_next
-        return count
-
-    once = ask()
-    assert [ask() for _ in range(20)] == [once] * 20

@@ -9,10 +9,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tests.latch import PATIENCE_S, finish, turns, until
-from tests.transfer.test_storage_io import ground, ids
-from tierkv.cache.layout import layered
 from tierkv.storage.base import WorkerThreads
-from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage.protocol import PutItem
 from tierkv.transfer import storage_io
 from tierkv.transfer.storage_io import made_ahead
 
@@ -66,21 +64,3 @@ async def test_a_cancel_waits_for_those_in_hand_and_begins_no_other(
     with pytest.raises(asyncio.CancelledError):
         await finish(sending)
     assert len(values.made) == len(values.begun) == NUM_THREADS
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-async def test_what_is_stored_is_the_same_byte_for_byte(
-    monkeypatch: pytest.MonkeyPatch,
-    ahead: bool,
-) -> None:
-    monkeypatch.setattr(storage_io, "makes_ahead", ahead)
-    layout = layered(4, [("latent", "bfloat16", 32 << 10)], 4)  # 512 KiB a block
-    async with ground(layout, 4 * 6, sends_from_loop=True) as here:
-        assert layout.block_bytes == 512 << 10
-        for _ in range(20):
-            put = await here.io.flush(here.keys, ids(*range(6)))
-            assert {one.status for one in put} == {PutStatus.STORED}
-            got = await here.io.fetch(here.keys, ids(*range(6, 12)))
-            assert {one.status for one in got} == {GetStatus.HIT}
-            assert (here.host.array[:6] == here.host.array[6:12]).all()
-            await here.store.delete([here.names.name(key) for key in here.keys])

@@ -24,7 +24,7 @@ from tierkv.storage.base import StoreWrapper
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetItem, GetStatus, PutItem, Store
+from tierkv.storage.protocol import GetStatus, PutItem, Store
 from tierkv.transfer.storage_io import StorageIO
 
 T = TypeVar("T")
@@ -152,21 +152,3 @@ async def test_a_near_store_that_fails_meanwhile_costs_no_good_copy_and_saves_no
         here.parts[0].fail_next(1_000)  # from now on
         assert await here.fetched() == [GetStatus.HIT, GetStatus.DAMAGED, GetStatus.HIT]
         assert await here.have(1) == [True, False, True]
-
-
-async def test_a_near_store_that_goes_after_giving_a_rotten_copy_costs_no_good_one() -> None:
-    async with ground(layered) as here:
-        await here.rot(0, 0)
-        store = here.io.store
-        item = GetItem(
-            here.names[0], (memoryview(bytearray(await size_of(here.parts[1], here.names[0]))),)
-        )
-        await store.get_into([item])
-        here.parts[0].fail_next(1_000)
-        assert await store.forget_damaged(here.names[:1]) == [True]
-        assert await here.have(1) == [True] * 3
-        assert await here.fetched() == [GetStatus.HIT] * 3
-
-
-async def size_of(store: Store, name: str) -> int:
-    return len(await store.get(name, max_bytes=1 << 20) or b"")
