@@ -86,7 +86,7 @@ class Machine:
     async def job(self, name: str, prompt: list[int], tenant: str) -> None:
         """One request from its admission to its end, with all an engine may do between."""
         service, rng = self.here.service, self.rng
-        more = [rng.randrange(50) for _ in range(rng.randrange(8))]
+        more = [rng.randrange(50) for _ in range(rng.randrange(24))]
         preempts, grows_slowly = rng.random() < 0.2, rng.random() < 0.5
         try:
             space = service.space_of_tenant(tenant) if tenant else ""
@@ -127,7 +127,7 @@ class Machine:
                 self.here.compute(request, done, request.cached_tokens, weights=weights)
                 await service.scheduler.commit(request, pack(done))
                 self.here.check_kv(request, done, len(done), weights=weights)
-                await asyncio.sleep(rng.random() * 0.002 if grows_slowly else 0)
+                await asyncio.sleep(rng.random() * 0.1 if grows_slowly else 0)
             self.whole += 1
         except TierKVError:
             pass  # a copy failed, or it was aborted
@@ -148,7 +148,7 @@ class Machine:
         rng, here = self.rng, self.here
         others = ["cancel", "abort", "fault", "store", "other", "turn", "turn"]
         what = rng.choice(["job"] * 6 + others)
-        if what == "job" and len(self.jobs) < 8:
+        if what == "job" and len(self.jobs) < 32:
             self.names += 1
             name, tenant = str(self.names), rng.choice(["", "", "a", "b", "c"])
             task = asyncio.ensure_future(self.job(name, self.tokens(), tenant))
