@@ -59,8 +59,8 @@ class Checkpoint:
     """A model on disk: its sizes are known, its weights are not read yet.
 
     Attributes:
-        path: The GGUF file or the directory.
-        config: The sizes; `config.weights` is a digest of the files.
+        path: the GGUF file or the directory.
+        config: the sizes; `config.weights` is a digest of the files.
     """
 
     path: Path
@@ -72,20 +72,21 @@ class Checkpoint:
         """Return the weights as float32, with the gains of RMSNorm multiplied into the matrices.
 
         Args:
-            shared: A directory in which the processes of this machine share one file of the
-                weights. The first process writes the file. "" keeps the weights in this process.
+            shared: a directory in which the processes of this machine share one file of the
+                weights. The first process writes the file. "" stores the weights in memory of this
+                process.
 
         Raises:
-            ConfigError: A tensor is missing, has an unknown type or another size, there is no
+            ConfigError: a tensor is missing, has an unknown type or another size, there is no
                 memory for the weights, or the directory cannot be written to.
         """
         return _shared(self, Path(shared)) if shared else self.read()
 
     def read(self) -> Weights:
-        """Return the weights, read into this process; see `weights`.
+        """Read the weights into this process, as float32, with RMSNorm's gains in the matrices.
 
         Raises:
-            ConfigError: A tensor is missing, has an unknown type or another size, or there is no
+            ConfigError: a tensor is missing, has an unknown type or another size, or there is no
                 memory for the weights.
         """
         c = self.config
@@ -128,9 +129,9 @@ class Checkpoint:
 
 
 def _turned(parts: list[Floats], gain: Floats | None = None) -> Floats:
-    """Return matrices [out, in] side by side and transposed, in panels [in, sum of out].
+    """Join matrices [out, in] to one matrix [in, sum of out], in panels (see `in_panels`).
 
-    `gain` [in], the factors of an RMSNorm, is multiplied into the rows.
+    The rows of the result are multiplied by `gain` [in], the factors of an RMSNorm, if any.
     """
     joined = np.concatenate(parts) if len(parts) > 1 else parts[0]
     return in_panels((joined if gain is None else joined * gain).T)
@@ -140,10 +141,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Read the sizes of a model, and check that the reference model can compute it.
 
     Args:
-        path: A GGUF file, or a directory with `config.json` and `*.safetensors`.
+        path: a GGUF file, or a directory with `config.json` and `*.safetensors`.
 
     Raises:
-        ConfigError: The model cannot be read, or is not Llama-shaped; the message names the part
+        ConfigError: the model cannot be read, or is not Llama-shaped; the message names the part
             that is not supported.
     """
     if path.is_dir():
@@ -219,8 +220,8 @@ def _config(
 ) -> ModelConfig:
     """Return the sizes of a model from the fields of its config.json, or of its GGUF file.
 
-    Raises ConfigError if a size is missing or wrong, or the reference engine does not support a
-    part. `weights` is a digest of the files; `path` is for errors.
+    Raises ConfigError if a size is missing or wrong, or if the reference engine does not support
+    the model. `weights` is a digest of the files; errors name `path`.
     """
     if (kind := about.get("model_type")) != "llama":
         raise ConfigError(
@@ -360,7 +361,7 @@ def _reader(
 
 
 def _digest(files: list[Path]) -> str:
-    """Return a digest of the files' bytes: nodes with different weights must not share KV."""
+    """Return a digest of the files' bytes, which identifies the weights in the fingerprint."""
     hashed = xxhash.xxh3_128()
     for file in files:
         with file.open("rb") as opened:

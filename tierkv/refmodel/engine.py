@@ -1,4 +1,7 @@
-"""The reference model as the engine of a node, computing over the cache's blocks on one thread."""
+"""The reference model as the engine of a node.
+
+It computes over the cache's blocks on one thread.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,12 @@ from tierkv.tokenizers import Tokenizer
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of the reference engine.
 
-    chunk_tokens: largest number of prompt tokens per call of the model. A cancelled request waits
-    for the end of one call.
-    load_timeout_s: seconds that a call may wait for a layer that is being loaded.
-    weights_dir: directory where the nodes of this machine share the float32 weights of a model, one
-    file for each model; "" keeps the weights in each node's own memory.
+    Attributes:
+        chunk_tokens: largest number of prompt tokens per call of the model. A cancelled request
+            waits for the end of one call.
+        load_timeout_s: seconds that a call may wait for a layer that is being loaded.
+        weights_dir: directory where the nodes of this machine share the float32 weights of a model,
+            one file for each model; "" stores the weights in each node's own memory.
     """
 
     chunk_tokens: int = 256
@@ -54,10 +58,10 @@ class ReferenceEngine(SessionEngine):
     """A `SessionEngine` that computes with the reference model on one CPU thread.
 
     Args:
-        service: The node's cache service, which has the blocks and the block tables.
-        model: The model that computes.
-        settings: Size of chunks, and the time limit of loads.
-        tokenizer: The tokenizer of the model.
+        service: the node's cache service, which has the blocks and the block tables.
+        model: the model that computes.
+        settings: size of chunks, and the time limit of loads.
+        tokenizer: the tokenizer of the model.
     """
 
     def __init__(
@@ -148,13 +152,13 @@ class ReferenceSpec:
     """The `EngineSpec` of the reference model.
 
     Args:
-        config: The sizes of the built-in model, and the type of KV.
-        settings: The settings of the engine.
-        cache: The settings of the cache; only block size and tensor parallelism are read.
-        path: A Llama-shaped model to serve instead of the built-in one; "" for none.
+        config: the sizes of the built-in model, and the type of KV.
+        settings: the settings of the engine.
+        cache: the settings of the cache; only block size and tensor parallelism are read.
+        path: a Llama-shaped model to serve instead of the built-in one; "" for none.
 
     Raises:
-        ConfigError: There is no model at `path`, or it is not supported.
+        ConfigError: there is no model at `path`, or it is not supported.
     """
 
     takes_media = False

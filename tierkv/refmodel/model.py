@@ -1,8 +1,8 @@
 """The reference model: a small transformer over the device planes.
 
-Its logits do not depend, in any bit, on how a prompt was cut into calls (see CHUNK), so tests
-compare other results with them. Weights from a seed are the same bytes on every machine, with every
-NumPy.
+The bits of its logits do not depend on how a prompt is divided into calls (the comment at TILE says
+why), so tests can compare other results with them. Weights made from a seed are the same bytes on
+every machine, with every version of NumPy.
 
 The model has RMSNorm (Zhang & Sennrich 2019), rotary positions (RoPE, Su et al. 2021),
 grouped-query attention (GQA, Ainslie et al. 2023) and SwiGLU (Shazeer 2020).
@@ -30,20 +30,23 @@ from tierkv.tokenizers import ByteTokenizer
 
 
 def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -> int:
-    """Return the token at a position, chosen by the logits there.
+    """Choose the token at a position from the logits for that position.
 
-    Greedy sampling takes the lowest of the ids with the largest logit. Otherwise the only
+    Greedy sampling chooses the lowest of the ids with the largest logit. Otherwise the only
     randomness is word `position` of the Philox stream (a counter-based generator, Salmon et al.
     2011) keyed by the seed, so that another node with the same seed continues with the same tokens.
     A logit of -inf is never chosen.
 
     Args:
-        logits: [vocab_size].
-        sampling: Temperature, top_k and seed; other fields are not read.
-        position: Position of the token, counted from the start of the prompt.
+        logits: float32 [vocab_size].
+        sampling: temperature, top_k and seed; other fields are not read.
+        position: position of the token, counted from the start of the prompt.
+
+    Returns:
+        The id of the token.
 
     Raises:
-        BadRequestError: The position is negative, a logit is NaN, or none is finite.
+        BadRequestError: the position is negative, a logit is NaN, or none is finite.
     """
     if position < 0:
         raise BadRequestError(f"a position must not be negative, not {position}")
@@ -67,7 +70,7 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
 
 
 def _uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1), the same for the same arguments on every machine."""
+    """Return a pseudo-random number in [0, 1), which depends on nothing but the arguments."""
     word = int(np.random.Philox(key=seed, counter=position).random_raw())
     return float(word >> 11) * 2.0**-53
 
@@ -80,12 +83,12 @@ PRINTABLE.setflags(write=False)
 
 
 def encode(text: str) -> npt.NDArray[np.int32]:
-    """Return the tokens of `text`, int32 [n]; see `ByteTokenizer`."""
+    """Return the tokens of `text`, which are the bytes of its UTF-8 form, as int32 [n]."""
     return np.frombuffer(TOKENIZER.encode(text), "<i4").astype(np.int32)
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """Return the text of `tokens`; see `ByteTokenizer`."""
+    """Return the text of `tokens`, with U+FFFD for bytes that are not UTF-8."""
     return TOKENIZER.decode(tokens)
 
 
@@ -97,16 +100,17 @@ BFLOAT16 = "bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """The places of a sequence's tokens in the planes.
+    """The blocks of one sequence, and the layout of a block in a plane.
 
-    Token p is row p % block_size of block ids[p // block_size].
+    The token at position p is row p % block_size of block ids[p // block_size].
 
     Attributes:
-        xp: The array module, NumPy or CuPy.
-        ids: int64 [n] of `xp`, distinct, all within the planes.
-        block_size: Number of tokens of a block.
+        xp: the array module, NumPy or CuPy.
+        ids: ids of the sequence's blocks in the order of its tokens, int64 [n] of `xp`, distinct,
+            all within the planes.
+        block_size: number of tokens of a block.
         token_shape: (num_kv_heads, head_dim) of one token in a plane.
-        kv_dtype: Element type of the planes.
+        kv_dtype: element type of the planes.
     """
 
     xp: ModuleType
@@ -123,8 +127,8 @@ class BlockTable:
 
         Args:
             plane: uint8 [num_blocks, block_bytes].
-            rows: float32 [n, num_kv_heads, head_dim].
-            start: Position of the first token.
+            rows: keys or values of the tokens, float32 [n, num_kv_heads, head_dim].
+            start: position of the first token.
         """
         positions = self.xp.arange(start, start + len(rows))
         blocks = self.ids[positions // self.block_size]
@@ -135,8 +139,8 @@ class BlockTable:
 
         Args:
             plane: uint8 [num_blocks, block_bytes].
-            num_tokens: Number of tokens to read.
-            num_rows: Number of rows of the result, at least `num_tokens`.
+            num_tokens: number of tokens to read.
+            num_rows: number of rows of the result, at least `num_tokens`.
 
         Returns:
             float32 [num_kv_heads, num_rows, head_dim], C order. The rows after `num_tokens` are
@@ -152,7 +156,8 @@ class BlockTable:
     def _tokens(self, plane: PlaneArray) -> npt.NDArray[np.generic]:
         """Return a view of the plane as [num_blocks, block_size, num_kv_heads, head_dim].
 
-        NumPy lacks bfloat16, so bfloat16 is viewed as uint16: the upper half of a float32.
+        NumPy has no bfloat16, so the elements of a bfloat16 plane are uint16: the upper half of a
+        float32.
         """
         dtype = "uint16" if self.kv_dtype == BFLOAT16 else self.kv_dtype
         view: npt.NDArray[np.generic] = plane.view(dtype)
@@ -209,7 +214,7 @@ CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The positions [start, end) that one call computes, start < end, and the tiles they touch.
+    """The positions [start, end) that one call computes, start < end, and the tiles with them.
 
     A tile is TILE consecutive positions, the first of which is a multiple of TILE.
     """
@@ -227,22 +232,28 @@ class Span:
 
     @property
     def live(self) -> slice:
-        """The rows of the tiles that hold tokens of the span; other rows are padding."""
+        """The range of the span's rows, counted from the first row of its first tile.
+
+        All other rows of its tiles are padding.
+        """
         lead = self.start % TILE
         return slice(lead, lead + self.end - self.start)
 
     @property
     def padded_end(self) -> int:
-        """The position after the last row of the last tile."""
+        """The position after the last tile."""
         return (self.first_tile + self.num_tiles) * TILE
 
     @property
     def context_rows(self) -> int:
-        """Number of positions from 0 to the end of the last tile, rounded up to whole chunks."""
+        """The number of key rows to read: the end of the last tile, rounded up to chunks."""
         return -(-self.padded_end // CHUNK) * CHUNK
 
     def stacks(self, height: int) -> Iterator[slice]:
-        """Yield slices of at most `height` tiles that cover the span; its first tile is tile 0."""
+        """Yield ranges of at most `height` tiles that together cover the span.
+
+        Tile 0 is the first tile of the span.
+        """
         for at in range(0, self.num_tiles, height):
             yield slice(at, min(at + height, self.num_tiles))
 
@@ -264,9 +275,9 @@ _UNEMBEDDING_GAIN = 1.0
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer. Rows of tokens are multiplied from the left.
+    """The weights of one layer. A matrix [a, b] maps row vectors of a elements to b elements.
 
-    Each matrix [a, b] may also be given in panels, [b / PANEL, a, PANEL]: see `in_panels`.
+    Each matrix may also be given in panels, [b / PANEL, a, PANEL]: see `in_panels`.
 
     With q = num_heads * head_dim and kv = num_kv_heads * head_dim:
 
@@ -299,7 +310,7 @@ class Weights:
 
     Attributes:
         embedding: [vocab_size, hidden].
-        layers: The weights of each layer.
+        layers: the weights of each layer.
         unembedding: [hidden, vocab_size], or in panels, [vocab_size / PANEL, hidden, PANEL].
     """
 
@@ -308,7 +319,7 @@ class Weights:
     unembedding: Floats
 
     def to(self, xp: ModuleType) -> Weights:
-        """Return the same numbers as arrays of `xp` (NumPy or CuPy)."""
+        """Return the same weights as arrays of `xp` (NumPy or CuPy)."""
         return Weights(
             embedding=xp.asarray(self.embedding),
             layers=tuple(layer.to(xp) for layer in self.layers),
@@ -323,7 +334,7 @@ def in_panels(matrix: Floats) -> Floats:
     """Return a matrix [a, b] cut into panels of PANEL columns, [b / PANEL, a, PANEL].
 
     Multiplying TILE rows by panels takes a third of the time of multiplying them by the whole
-    matrix, which OpenBLAS packs first.
+    matrix, because OpenBLAS first copies a whole matrix into an order of its own.
 
     Returns:
         The panels; the matrix itself, if PANEL does not divide b.
@@ -335,15 +346,18 @@ def in_panels(matrix: Floats) -> Floats:
 
 
 def multiply(tiles: Floats, weight: Floats, xp: ModuleType) -> Floats:
-    """Return the product of each tile with a matrix, [num_tiles, TILE, b].
+    """Multiply each tile by a matrix.
 
     Each tile (and panel) is multiplied separately, so that the bits of a product do not depend on
     the number of tiles.
 
     Args:
         tiles: [num_tiles, TILE, a].
-        weight: [a, b], or its panels.
-        xp: The array module of both, NumPy or CuPy.
+        weight: [a, b], or its panels, [b / PANEL, a, PANEL].
+        xp: the array module of both, NumPy or CuPy.
+
+    Returns:
+        [num_tiles, TILE, b].
     """
     if weight.ndim == 2:  # noqa: PLR2004 - a matrix
         whole: Floats = xp.matmul(tiles, weight)
@@ -355,10 +369,10 @@ def multiply(tiles: Floats, weight: Floats, xp: ModuleType) -> Floats:
 
 
 def make_weights(config: ModelConfig) -> Weights:
-    """Return the weights that follow from `config.seed`, as NumPy arrays.
+    """Make random weights from `config.seed`, as NumPy arrays.
 
-    They are made from raw words of the generator PCG64 with exact float32 arithmetic, since NumPy's
-    distributions may change from version to version.
+    The weights are made from raw words of the generator PCG64 with exact float32 arithmetic,
+    because NumPy's distributions may change from version to version.
     """
     draw = _Uniform(config.seed)
     embedding = draw.array(VOCAB_SIZE, config.hidden, deviation=_EMBEDDING_GAIN)
@@ -391,7 +405,7 @@ class _Uniform:
     """A stream of pseudo-random numbers, uniformly distributed around zero.
 
     Args:
-        seed: Seed of the stream.
+        seed: seed of the stream.
     """
 
     def __init__(self, seed: int) -> None:
@@ -420,14 +434,15 @@ class _Uniform:
 class RankHeads:
     """The heads of one tensor-parallel rank.
 
-    With more ranks than KV heads, neighbouring ranks hold the same KV head and share its query
+    With more ranks than KV heads, several ranks in a row have the same KV head and share its query
     heads.
 
     Attributes:
-        layout: Layout of the rank's planes.
-        kv_heads: KV heads whose keys and values the rank holds.
-        rows: The rank's query rows for each such KV head, out of group * TILE rows, where group is
-            the number of query heads for each KV head.
+        layout: layout of the rank's planes.
+        kv_heads: range of the KV heads whose keys and values the rank has.
+        rows: range of the query rows that the rank computes for each such KV head. A tile has group
+            * TILE query rows for each KV head, where group is the number of query heads for each KV
+            head.
     """
 
     layout: Layout
@@ -441,15 +456,18 @@ class RankHeads:
 
 
 def split_heads(config: ModelConfig, block_size: int, num_ranks: int) -> tuple[RankHeads, ...]:
-    """Return the heads of each tensor-parallel rank.
+    """Divide the heads among tensor-parallel ranks.
 
     Args:
-        config: Sizes of the model.
-        block_size: Number of tokens of a block.
-        num_ranks: Number of ranks.
+        config: sizes of the model.
+        block_size: number of tokens of a block.
+        num_ranks: number of ranks.
+
+    Returns:
+        The heads of each rank, in the order of the ranks.
 
     Raises:
-        LayoutError: The heads cannot be split into `num_ranks` equal shares.
+        LayoutError: the heads cannot be divided into `num_ranks` equal shares.
     """
     kv, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
     if num_ranks < 1 or config.num_heads % num_ranks:
@@ -474,17 +492,17 @@ _HOST_STACK_TILES = 64  # limits temporary memory: 64 tiles need 1 MiB for gate 
 
 
 class ReferenceModel:
-    """A transformer that keeps K and V only in the planes that are passed to each call.
+    """A transformer that stores K and V only in the planes that are passed to each call.
 
     The model has no state of a sequence. Thread-safe.
 
     Args:
-        config: Sizes of the model.
-        block_size: Number of tokens of a block of the planes, any positive number.
-        xp: The planes' array module, NumPy or CuPy; CuPy's current stream does all the work.
-        tensor_parallel: Number of ranks that share the heads; the result is the same in every bit.
-            Each rank attends over its own planes.
-        weights: Weights of a checkpoint in host memory; None for the weights of `config.seed`.
+        config: sizes of the model.
+        block_size: number of tokens of a block of the planes, any positive number.
+        xp: the planes' array module, NumPy or CuPy; CuPy's current stream does all the work.
+        tensor_parallel: number of ranks that share the heads; the result is the same in every bit.
+            Each rank has its own planes, and its attention reads only them.
+        weights: weights of a checkpoint in host memory; None for the weights of `config.seed`.
 
     Raises:
         LayoutError: block_size is not positive, or the heads cannot be split over the ranks.
@@ -525,14 +543,14 @@ class ReferenceModel:
 
         Args:
             tokens: int [n] in host memory, n >= 1, at positions start, start + 1, ...
-            start: Position of the first token. Earlier tokens must have their K and V in the
+            start: position of the first token. Earlier tokens must have their K and V in the
                 planes.
-            block_table: int [m] in host memory, distinct ids of the blocks that hold tokens 0, 1,
-                ...; ids beyond the start + n tokens are ignored.
+            block_table: int [m] in host memory, distinct ids of the blocks of the sequence, in
+                order. Blocks after the one of the last token are ignored.
             planes: uint8 [num_blocks, the plane's block_bytes] each, in the layout's order. With
                 several ranks, first the planes of rank 0 in the order of its layout, then those of
                 rank 1, and so on.
-            before_layer: Called with 0, 1, ... before that layer's planes are read or written, to
+            before_layer: called with 0, 1, ... before that layer's planes are read or written, to
                 wait for loads. If it raises, the error passes to the caller, and only the earlier
                 layers are written.
 
@@ -542,7 +560,7 @@ class ReferenceModel:
 
         Raises:
             BadRequestError: tokens, start or block_table is not valid; nothing was written.
-            LayoutError: A plane does not fit the layout; nothing was written.
+            LayoutError: a plane does not fit the layout; nothing was written.
         """
         by_rank = np.array_split(np.arange(len(planes)), len(self._ranks))
         for rank, own in zip(self._ranks, by_rank, strict=True):
@@ -617,7 +635,7 @@ class ReferenceModel:
         return queries, keys.reshape(flat)[span.live], values.reshape(flat)[span.live]
 
     def _attend(self, queries: Floats, keys: Floats, values: Floats, span: Span) -> Floats:
-        """Return the attention of some KV heads' queries, in the shape of `queries`."""
+        """Return the attention for the queries of some KV heads, in the shape of `queries`."""
         c, xp = self.config, self._xp
         chunked = (len(keys), -1, CHUNK, c.head_dim)
         key_chunks, value_chunks = keys.reshape(chunked), values.reshape(chunked)
@@ -636,7 +654,7 @@ class ReferenceModel:
         return means
 
     def _by_token(self, means: Floats, span: Span) -> Floats:
-        """Return the attention of all heads by token, [num_tiles, TILE, num_heads * head_dim]."""
+        """Rearrange the attention by token, to [num_tiles, TILE, num_heads * head_dim]."""
         c = self.config
         by_head = means.reshape(-1, c.num_kv_heads, self._group, TILE, c.head_dim)
         rows: Floats = by_head.transpose(0, 3, 1, 2, 4).reshape(span.num_tiles, TILE, -1)
@@ -669,11 +687,11 @@ def check_planes(planes: Sequence[PlaneArray], layout: Layout) -> None:
     """Check that planes fit a layout.
 
     Args:
-        planes: The arrays to check, in the layout's order.
-        layout: The layout.
+        planes: the arrays to check, in the layout's order.
+        layout: the layout.
 
     Raises:
-        LayoutError: A plane does not fit, or the planes differ in their number of blocks.
+        LayoutError: a plane does not fit, or the planes differ in their number of blocks.
     """
     if len(planes) != len(layout.planes):
         raise LayoutError(
@@ -692,12 +710,12 @@ def check_tokens(tokens: npt.NDArray[np.integer], start: int, config: ModelConfi
     """Check the tokens of a call of the model.
 
     Args:
-        tokens: The tokens.
-        start: Position of the first token.
-        config: Sizes of the model.
+        tokens: the tokens.
+        start: position of the first token.
+        config: sizes of the model.
 
     Raises:
-        BadRequestError: A token is not in the vocabulary, or a position is above the model's
+        BadRequestError: a token is not in the vocabulary, or a position is above the model's
             largest.
     """
     if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
@@ -717,13 +735,13 @@ def used_blocks(
     """Check a block table, and return the blocks of the first `num_tokens` tokens, int64 [n].
 
     Args:
-        block_table: The block ids of the sequence, in order.
-        num_tokens: Number of tokens.
-        block_size: Number of tokens of a block.
-        num_blocks: Number of blocks of the planes.
+        block_table: the block ids of the sequence, in order.
+        num_tokens: number of tokens.
+        block_size: number of tokens of a block.
+        num_blocks: number of blocks of the planes.
 
     Raises:
-        BadRequestError: The table is too short, or an id is out of range or repeated.
+        BadRequestError: the table is too short, or an id is out of range or repeated.
     """
     needed = -(-num_tokens // block_size)
     if block_table.ndim != 1 or not np.issubdtype(block_table.dtype, np.integer):
@@ -741,13 +759,13 @@ def used_blocks(
 
 
 class Rope:
-    """Cosines and sines of every position, in memory of `xp` (NumPy or CuPy).
+    """The cosines and sines of RoPE for every position, in memory of `xp` (NumPy or CuPy).
 
     They are computed once, in float64 on the host, so that they do not depend on a call.
 
     Args:
-        config: Sizes of the model.
-        xp: The array module.
+        config: sizes of the model.
+        xp: the array module.
     """
 
     def __init__(self, config: ModelConfig, xp: ModuleType) -> None:
@@ -759,11 +777,14 @@ class Rope:
         self._sin: Floats = xp.asarray(np.sin(angles).astype(np.float32))
 
     def turn(self, heads: Floats, *, first_tile: int) -> Floats:
-        """Return `heads` with pairs (i, i + head_dim / 2) rotated by the angles of their position.
+        """Rotate each pair of elements (i, i + head_dim / 2) by the angle of its token's position.
 
         Args:
             heads: [num_tiles, TILE, num_heads, head_dim].
-            first_tile: Number of the first tile, counted from position 0.
+            first_tile: number of the first tile, counted from position 0.
+
+        Returns:
+            The rotated heads, in the shape of `heads`.
         """
         num_tiles, half = len(heads), heads.shape[-1] // 2
         rows = slice(first_tile * TILE, (first_tile + num_tiles) * TILE)

@@ -76,7 +76,9 @@ class Memory:
 
     @asynccontextmanager
     async def running(self, device_blocks: int, host_slots: int) -> AsyncIterator[None]:
-        """Allocate the memory for the body, as `entered_aside` does, and free it at the end.
+        """Allocate the memory in a thread, and free it at the end of the body.
+
+        A cancelled call waits for the thread, and frees the memory.
 
         Args:
             device_blocks: number of device blocks.
@@ -97,7 +99,7 @@ class Memory:
 
     @asynccontextmanager
     async def open_to_changes(self) -> AsyncIterator[None]:
-        """Allow `changing` in the body; at its end wait until no change is under way."""
+        """Allow calls of `changing` during the body; at its end wait until no change runs."""
         self._is_open = True
         try:
             yield
@@ -107,7 +109,7 @@ class Memory:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Allow the body to free the planes or to replace them.
+        """Let the body free or replace the planes; the memory is not closed before the body ends.
 
         Raises:
             ShuttingDownError: the memory is being closed, too late for a change.
@@ -131,7 +133,7 @@ class Memory:
         return end
 
     async def new_planes(self, device_blocks: int) -> Planes:
-        """Allocate planes for `device_blocks` blocks, for the caller to pass to `use`.
+        """Allocate planes for `device_blocks` blocks in a thread, for the caller to pass to `use`.
 
         Raises:
             ConfigError: the device has too little memory.
@@ -147,18 +149,18 @@ class Memory:
             raise
 
     def use(self, planes: Planes) -> None:
-        """Make `planes` the device's memory."""
+        """Make `planes` the present memory of the device."""
         self.planes, self._has_planes = planes, True
 
     def give_planes_back(self) -> None:
-        """Free the planes of a device that goes to sleep."""
+        """Free the planes, because the device goes to sleep."""
         self._has_planes = False
         self.planes.close()
 
 
 @contextmanager
 def host_memory(device: Device, layout: Layout, num_slots: int) -> Iterator[HostSlots]:
-    """Allocate host slots for the body. Blocks the thread; see `entered_aside`.
+    """Allocate host slots, and free them at the end of the body. Blocks the calling thread.
 
     Args:
         device: allocates the slots.
@@ -177,9 +179,12 @@ def host_memory(device: Device, layout: Layout, num_slots: int) -> Iterator[Host
 
 @asynccontextmanager
 async def entered_aside(memory: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """Allocate `memory` in a thread, because pinning memory takes 0.1 s and more.
+    """Enter the context `memory` in a thread, because pinning memory takes 0.1 s and more.
 
     A cancelled call waits for the thread, and frees the memory.
+
+    Args:
+        memory: a context that allocates memory; its result is yielded.
     """
     with ExitStack() as stack:
         entering = begin_aside(functools.partial(stack.enter_context, memory))
@@ -188,7 +193,7 @@ async def entered_aside(memory: AbstractContextManager[T]) -> AsyncIterator[T]:
 
 
 def _close_again(opening: asyncio.Future[Planes]) -> None:
-    """Close planes that were allocated after their caller was cancelled."""
+    """Close planes that were allocated although the caller was cancelled meanwhile."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
 
@@ -218,13 +223,13 @@ class ServiceConfig:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Close all fingerprints but the service's own."""
+        """Close all fingerprints except the service's own."""
         self.fingerprints.clear()
         self.fingerprints[""] = self.fingerprint
 
 
 class Components:
-    """The components of a service, built together. Nothing runs before `running()`.
+    """The components of a service, built together. They do nothing outside `running()`.
 
     Args:
         made_of: the values that the service is built from.
@@ -265,7 +270,7 @@ class Components:
     def _sources(
         self, handoff: HandoffSettings, host: HostSlots, stats: HandoffStats
     ) -> tuple[Source, PeerSource]:
-        """Return the source of fetches, and the exchange of blocks with other nodes' memory."""
+        """Return the source of fetched blocks, and the exchange of blocks with other nodes."""
         io, options = self._storage.io, self._storage.options
         if handoff.direct is DirectPath.OFF or io.slices.size > 1:
             return io, NoPeers()
@@ -333,7 +338,7 @@ class Components:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the components; at the end wait for every task, and check for leaks.
+        """Run the components during the body; then wait for every task, and check for leaks.
 
         Raises:
             InvariantError: a lease or slot was not released.
@@ -348,7 +353,11 @@ class Components:
             raise InvariantError(tuple(wrong))
 
     def verify(self, num_leases: int = 0) -> list[str]:
-        """Return violated invariants as sentences; the caller holds `num_leases` leases."""
+        """Return a sentence for each violated invariant.
+
+        Args:
+            num_leases: number of leases that the caller has acquired and not released.
+        """
         wrong = observe.verify(
             self.scheduler, self.mover, self.fetcher, self.handoff, num_leases=num_leases
         )
@@ -359,7 +368,7 @@ class Components:
 
 
 def check(made_of: ServiceConfig) -> RankedDevice | None:
-    """Check that device, layout and settings fit together.
+    """Check that the layout's block size and the device's ranks fit the settings.
 
     Returns:
         The device if it has several ranks, otherwise None.
@@ -387,12 +396,12 @@ def check(made_of: ServiceConfig) -> RankedDevice | None:
 async def opened(
     made_of: ServiceConfig, memory: Memory, storage: StorageTier
 ) -> AsyncIterator[Components]:
-    """Open the components for the body; at its end wait for every copy, and check for leaks.
+    """Open the components; at the end of the body wait for every copy, and check for leaks.
 
     Args:
         made_of: the values that the service is built from.
-        memory: the memory of device and host; this function allocates it.
-        storage: the storage tier; this function opens it.
+        memory: the memory of device and host, which this function allocates.
+        storage: the storage tier, which this function opens.
 
     Yields:
         The components.

@@ -1,11 +1,11 @@
 """The cache's events for routers, published in batches over ZeroMQ.
 
 A batch has three frames: the topic, the batch's number (8 bytes, big-endian), and msgpack [time,
-[event ...], rank]. vLLM publishes this format; SGLang, Dynamo and llm-d use it, too. Numbers count
-up by one, so a gap means that batches are lost.
+[event ...], rank]. vLLM publishes this format; SGLang, Dynamo and llm-d use it, too. Each number is
+one above the last, so a gap means that batches are lost.
 
 A second socket (ROUTER) replays missed batches. A request is an empty frame and a number. The
-answer is every kept batch from that number on, followed by the number -1.
+answer is every batch from that number on that is still in memory, followed by the number -1.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _ENDPOINT = re.compile(r"tcp://(?P<host>\*|\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}|i
 class EventForm(Enum):
     """The encoding of an event.
 
-    MAP: a map of field names to values, with 32-byte hashes (vLLM). MAP_INT: the same with the last
-    8 bytes of each hash as an integer (SGLang). ARRAY: the values in the order of the fields, with
-    integer hashes (older releases of both).
+    MAP: a map of field names to values, with 32-byte hashes (vLLM). MAP_INT: such a map, with the
+    last 8 bytes of each hash as an integer (SGLang). ARRAY: the values in the order of the fields,
+    with integer hashes (older releases of vLLM and SGLang).
     """
 
     MAP = "map"
@@ -58,11 +58,11 @@ class EventsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     node.allow_insecure_bind.
 
     Attributes:
-        endpoint: address that events are published at, such as tcp://127.0.0.1:5557 or
+        endpoint: address at which events are published, such as tcp://127.0.0.1:5557 or
             ipc:///run/tierkv; "" to publish none.
         replay: address that answers requests for missed events; "" for none.
         form: map (hashes of 32 bytes), map_int (hashes as numbers) or array (fields in order).
-        token_ids: publish the tokens of each block, too. Tokens are the content of prompts.
+        token_ids: true publishes the tokens of each block, too. Tokens are the content of prompts.
     """
 
     endpoint: str = ""
@@ -119,12 +119,12 @@ _CLEARED: dict[str, Any] = {"type": "AllBlocksCleared"}
 
 
 class KvEventPublisher:
-    """Publisher of the cached blocks and their changes, for routers. Use it inside `running()`.
+    """The publisher of cached blocks and their changes, for routers. Use it inside `running()`.
 
-    Only full blocks are published, because routers know no others. A block has the hash that the
-    engine gave to it, if any, otherwise its key. The first and the last batch state that nothing is
-    cached. If events occur faster than they can be sent, a batch number is left out, a batch states
-    that nothing is cached, and all cached blocks are published again.
+    Only full blocks are published, because routers do not support tails. A block's hash is the one
+    that the engine has given it, otherwise its key. The first and the last batch state that nothing
+    is cached. If events come faster than they can be sent, some are dropped. Then one batch number
+    is skipped, a batch states that nothing is cached, and all cached blocks are published again.
 
     Args:
         settings: the addresses and the encoding.
@@ -155,7 +155,7 @@ class KvEventPublisher:
 
         Args:
             events: the events of the cache.
-            index: the index of cached blocks, for publishing all of them again.
+            index: the index of cached blocks, from which all of them can be published again.
 
         Raises:
             ConfigError: an address cannot be listened on, or the package is missing.
@@ -209,7 +209,7 @@ class KvEventPublisher:
                     await asyncio.sleep(0)
 
     async def _publish_all(self, publisher: Any) -> None:  # noqa: ANN401 - ZeroMQ's
-        """Publish every cached block; events that occur in the meantime are sent afterwards."""
+        """Publish every cached block. Events that occur meanwhile are published by the caller."""
         stored = [
             self._events.event(CacheEventKind.STORED, "storage", run)
             for run in self._events.stored()
@@ -234,7 +234,7 @@ class KvEventPublisher:
                 self._send(publisher, [self._encoded(event)])
 
     def _encoded(self, event: CacheEvent) -> dict[str, Any]:
-        """Return the fields of `event` in vLLM's order; some only with several cache groups."""
+        """Return the fields of `event` in vLLM's order, more if there are several cache groups."""
         groups = self._events.groups
         group = groups[event.group] if groups else None
         is_plain = group is None or (len(groups) == 1 and group.kind.name == "FULL")
@@ -273,7 +273,7 @@ class KvEventPublisher:
         }
 
     def _hash(self, name: ExternalId | None, digest: bytes) -> bytes | int:
-        """Return the published hash of a block: the engine's name for it, otherwise its digest."""
+        """Return the published hash of a block: the engine's, otherwise the digest of the key."""
         given = digest if name is None else name.encode() if isinstance(name, str) else name
         if isinstance(given, int) or self._settings.form is EventForm.MAP:
             return given
@@ -295,7 +295,7 @@ class KvEventPublisher:
     async def _answer_replays(self, zmq: Any, replayer: Any) -> None:  # noqa: ANN401 - ZeroMQ's
         """Answer clients that ask for missed batches.
 
-        A client's new request ends the answer to its earlier one.
+        A client's next request ends the answer to its present one.
         """
         ended = LogThrottle(log, "a replay of events was not sent completely (x%d): %s")
         running: dict[bytes, asyncio.Task[None]] = {}
@@ -324,7 +324,7 @@ class KvEventPublisher:
                 running[client] = tasks.create_task(answer(client, first))
 
     async def _replay(self, zmq: Any, replayer: Any, client: bytes, first: int) -> None:  # noqa: ANN401
-        """Send the kept batches from `first` on; TimeoutError if the client stops reading."""
+        """Send the batches in memory from `first` on; TimeoutError if the client reads nothing."""
         kept = [(number, batch) for number, batch in self._kept if number >= first]
         answers = (
             (client, b"", self._topic, number.to_bytes(_NUMBER_BYTES, "big"), batch)
@@ -360,7 +360,7 @@ def _bind(zmq: Any, socket: Any, name: str, address: str) -> None:  # noqa: ANN4
 
 
 def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
-    """Yield `events` of full blocks in batches of one event or at most _MAX_BLOCKS blocks."""
+    """Yield events of full blocks in batches of one event, or of at most _MAX_BLOCKS blocks."""
     batch: list[CacheEvent] = []
     num_blocks = 0
     for event in events:
@@ -376,7 +376,7 @@ def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
 
 
 def _ready(node: TreeNode) -> Iterator[tuple[str, int, int]]:
-    """Yield the ranges of a node's blocks that are ready on a tier: tier's name, first, stop."""
+    """Yield (name of the tier, first block, stop) for each range of the node's ready blocks."""
     for tier in Tier:
         at = node.start
         for state, group in groupby(node.copies[tier].states.tolist()):

@@ -55,13 +55,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Publishing:
-    """The publish of one prompt under one ticket, under way or ended.
+    """The publish of one prompt under one ticket, running or ended.
 
     Attributes:
         task: the task that publishes; its result is the outcome.
-        stream: publishes the prompt while it is computed. None if the prompt was computed before,
-            and once `stream` was finished or failed; `task` may still run then.
-        refused: the reason why the task was cancelled; None if it was not.
+        stream: the stream that publishes the prompt while it is computed. None if the prompt was
+            computed before the publish, or after the stream's `finish` or `fail` was called; `task`
+            may still run then.
+        refused: the error with which `give_up` has cancelled the task; None if it was not called.
     """
 
     task: asyncio.Task[Published | TierKVError]
@@ -82,7 +83,7 @@ class Publishing:
 
         Raises:
             HandoffError, StoreUnavailableError, DuplicateRequestError: the publish failed.
-            TierKVError: the reason given to `give_up`, if the publish was cancelled.
+            TierKVError: the error that was passed to `give_up`, if the publish was cancelled.
         """
         await asyncio.wait([self.task])
         if self.task.cancelled():
@@ -95,13 +96,13 @@ class Publishing:
         return outcome
 
     def give_up(self, why: TierKVError) -> None:
-        """Cancel the publish, so that no ticket is written. Callers of `published` get `why`."""
+        """Cancel the publish, so that no ticket is written; `published` then raises `why`."""
         self.refused = self.refused or why
         self.task.cancel()
 
 
 class Publishings:
-    """The publishes under way, one task each. At the end of `running`, all are waited for."""
+    """The running publishes, one task each. `running` ends when all of them have ended."""
 
     def __init__(self) -> None:
         self._open: set[Publishing] = set()
@@ -114,14 +115,14 @@ class Publishings:
     def start(
         self, work: Coroutine[None, None, Published], stream: PublishStream | None = None
     ) -> Publishing:
-        """Run a publish in a task. A TierKVError fails the publish, not the service.
+        """Run a publish in a task. If it raises a TierKVError, other tasks continue.
 
         Args:
             work: the coroutine that publishes.
             stream: the stream that `work` runs; None for a prompt that is already computed.
 
         Returns:
-            The publish under way.
+            The running publish, which contains the error if there is one.
         """
         task = self._tasks.create_task(_outcome(work), name="tierkv-publish")
         publishing = Publishing(task, stream)
@@ -136,7 +137,7 @@ class Publishings:
         return publishing
 
     def give_up(self) -> None:
-        """Cancel all publishes under way, so that none writes its ticket."""
+        """Cancel all running publishes, so that none of them writes its ticket."""
         for publishing in list(self._open):
             publishing.give_up(
                 ShuttingDownError("this node was stopped before the prompt was published")
@@ -156,8 +157,8 @@ class Freed:
     """The outcome of `Service.free`.
 
     Attributes:
-        held_copies: number of blocks' copies on device and host that stay, because requests, pins
-            or copies under way use them.
+        held_copies: number of copies of blocks that stay on device and host, because requests, pins
+            or running copies use them.
         removed_values: number of values removed from storage.
     """
 
@@ -170,7 +171,7 @@ _ASLEEP = "sleep"  # reason of the pause during sleep, so that `wake` ends no ot
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """The host slots of a cache group (layers that share a layout), and its access to storage.
+    """The host slots of a cache group with a layout of its own, and its access to storage.
 
     Attributes:
         host: the host slots.
@@ -190,11 +191,11 @@ class Service:
         settings: sizes and rules of the tiers.
         handoff: settings of tickets, and the name prefix and lifetime of all stored values.
         store: the store that all tenants use by default; None for none.
-        storage: protection of stored values, stores of single tenants, and numbers of ranks; None
-            for the defaults.
+        storage: other settings of the storage tier, such as the protection of stored values and the
+            stores of single tenants; None for the defaults.
         name: name of this node.
         other_groups: for each cache group with a layout of its own, its fingerprint and number of
-            host slots. The index does not hold these groups' blocks; see EngineCache.
+            host slots. `EngineCache` records these groups' blocks; they are not in the index.
         kv_events: addresses at which cache events are published; None for none.
     """
 
@@ -236,7 +237,7 @@ class Service:
         """Allocate the service's memory, run the service during the body, and free the memory.
 
         At the end of the body, wait for every copy and check for leaks. The service may run again
-        later, without the tenants opened before.
+        later, with no other fingerprint than its own.
         """
         self.is_draining = False
         self.failure = None
@@ -286,7 +287,7 @@ class Service:
                 self.groups = ()
 
     def _failed(self, task: str, error: BaseException) -> None:
-        """Record that a task failed unexpectedly, and begin to close the service."""
+        """Record that a task ended with an unexpected error, and begin to close the service."""
         log.critical(
             "service %s has failed and closes: task %s ended with %r",
             self._made_of.name,
@@ -310,7 +311,7 @@ class Service:
 
     @property
     def planes(self) -> Planes:
-        """The device's memory for blocks; `wake` replaces the object."""
+        """The device's memory for blocks. It is another object after `wake`."""
         return self._memory.planes
 
     @property
@@ -323,7 +324,7 @@ class Service:
         return self._made_of.handoff
 
     def drain(self) -> None:
-        """Refuse new requests, so that `running()` can end once the present requests have ended."""
+        """Refuse new requests, so that `running()` can end once the running requests have ended."""
         self.is_draining = True
         self._parts.arrivals.drain()
         self.scheduler.drain()
@@ -332,24 +333,33 @@ class Service:
 
     @property
     def store(self) -> Store | None:
-        """The attached store of all tenants that have none of their own; None for none."""
+        """The store of all tenants that have no store of their own; None if none is attached."""
         return self._storage_tier.store
 
     async def attach_storage(self, store: str | Store, *, tenant: str = "") -> None:
-        """Use `store` from now on, in place of the attached one; see StorageTier.attach.
+        """Open a store and use it from now on, in place of the attached one, if any.
+
+        If opening fails, the earlier store stays attached.
 
         Args:
             store: the store, or its URL.
             tenant: a name from `open_fingerprint`, or the short form of the service's own
                 fingerprint, to store only its blocks there. "" for all tenants without a store of
                 their own, and for all tickets.
+
+        Raises:
+            ConfigError: the URL names no store, or this service cannot open stores by URL.
         """
         await self._storage_tier.attach(store, tenant)
 
     def detach_storage(self, *, tenant: str = "") -> bool:
-        """Detach the store of `tenant` (see `attach_storage`); return True if there was one.
+        """Stop using the store of `tenant`; return True if there was one.
 
         Operations that have begun are completed on the store, or fail; their requests then compute.
+
+        Args:
+            tenant: the name that was passed to `attach_storage`; "" for the store of all other
+                tenants.
         """
         return self._storage_tier.detach(tenant)
 
@@ -376,12 +386,12 @@ class Service:
     ) -> str:
         """Accept prompts of a further tenant or adapter.
 
-        Fingerprints share no blocks.
+        Prompts with different fingerprints share no blocks.
 
         Args:
             fingerprint: the further fingerprint, with the layout of the service.
-            quota: largest numbers of its device and host blocks, None for no limit. Beyond the
-                quota, its own blocks are evicted.
+            quota: largest numbers of device and host blocks that this fingerprint may have; None
+                for no limit. Beyond the quota, its own blocks are evicted.
 
         Returns:
             The name of its part of the index (its space), for `Prompt.of(space=)`.
@@ -389,11 +399,30 @@ class Service:
         return self.tenants.open(fingerprint, quota)
 
     def close_fingerprint(self, space: str) -> int:
-        """Close a space and forget its blocks; return how many copies. See `Tenants.close`."""
+        """Refuse prompts of a space from now on, and remove its blocks from device and host.
+
+        Stored values stay. No other task runs during the call.
+
+        Returns:
+            The number of removed copies of blocks.
+
+        Raises:
+            BadRequestError: the space is in use or not open; nothing has changed.
+        """
         return self.tenants.close(space)
 
     async def retire_fingerprint(self, space: str) -> int:
-        """Close a space as `close_fingerprint` does, in many short turns of the event loop."""
+        """Refuse prompts of a space from now on, and remove its blocks, while other tasks may run.
+
+        Stored values stay.
+
+        Returns:
+            The number of removed copies of blocks.
+
+        Raises:
+            BadRequestError: the space is in use or not open. If it came into use during the call,
+                it stays open and has fewer blocks.
+        """
         return await self.tenants.retire(space)
 
     def space_of_tenant(self, tenant: str, adapter: str = "") -> str:
@@ -416,7 +445,7 @@ class Service:
         return self.tenants.quota_of(space)
 
     def set_quota(self, space: str, quota: Quota) -> None:
-        """Set the largest numbers of blocks of a space; see Tenants.set_quota.
+        """Set the largest numbers of blocks of a space.
 
         Args:
             space: name of the space.
@@ -434,13 +463,13 @@ class Service:
         return None if fingerprint is None else fingerprint.tenant
 
     def roots(self) -> dict[str, bytes]:
-        """Return by space the digest that is the previous key of every prompt's block 0."""
+        """Return, by space, the digest that stands for the previous key in the key of block 0."""
         return {space: one.root() for space, one in self._fingerprints.items()}
 
     # Pins, sizes, sleep
 
     def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool = False) -> int:
-        """Protect the cached blocks of a prompt from eviction for some seconds; see `Pins`.
+        """Protect the cached blocks of a prompt from eviction for some seconds.
 
         Args:
             name: name of the pin; a pin of the same name is replaced.
@@ -465,7 +494,7 @@ class Service:
         return f"{self._made_of.handoff.prefix}:{space or self.fingerprint.short}"
 
     async def resize(self, tier: Tier, capacity: int) -> None:
-        """Set the number of usable slots of a tier; see `Lifecycle.resize`.
+        """Set the number of usable slots of a tier.
 
         Args:
             tier: device or host.
@@ -475,20 +504,20 @@ class Service:
         await self._parts.lifecycle.resize(tier, capacity)
 
     def reset(self) -> int:
-        """Forget every cached block that is not in use, in one turn of the event loop.
+        """Forget every cached block that is not in use, without letting other tasks run meanwhile.
 
         Returns:
-            The number of blocks' copies that are left because requests use them.
+            The number of copies of blocks that are left because requests use them.
         """
         return self._parts.lifecycle.reset() + self._forget_flat()
 
     async def forget(self) -> int:
-        """Forget every cached block that is not in use, in many short turns of the event loop.
+        """Forget every cached block that is not in use, and let other tasks run meanwhile.
 
         Blocks that come into use during the call may stay.
 
         Returns:
-            The number of blocks' copies that are left because requests use them.
+            The number of copies of blocks that are left because requests use them.
         """
         return await self._parts.lifecycle.forget() + self._forget_flat()
 
@@ -508,8 +537,8 @@ class Service:
             The number of copies still in use, and the number of removed values.
 
         Raises:
-            StoreUnavailableError: a store did not answer, or writes under way did not end in time.
-                Some stored values may be left; this service uses no stored value until a deletion
+            StoreUnavailableError: a store did not answer, or running writes did not end in time.
+                Some stored values may be left. This service uses no stored value until a deletion
                 has succeeded.
         """
         held = await self.forget()
@@ -544,7 +573,7 @@ class Service:
 
     @property
     def deletions(self) -> Deletions:
-        """The deletions of everything that this service has stored."""
+        """The counter of deletions of everything that this service has stored."""
         return self._storage_tier.deletions
 
     @property
@@ -554,7 +583,8 @@ class Service:
     async def sleep(self, *, keeps_blocks: bool = True) -> None:
         """Free the device's memory until `wake`, once running requests and pins have ended.
 
-        No request is admitted until `wake`. A cancelled call changes nothing.
+        The call waits for them. No request is admitted until `wake`. A cancelled call changes
+        nothing.
 
         Args:
             keeps_blocks: True to copy blocks that are only on the device to the host, as far as the
@@ -613,7 +643,7 @@ class Service:
             self.scheduler.unpause(why=_ASLEEP)
 
     def pause(self) -> None:
-        """Stop admitting requests until `unpause`; see Scheduler.pause."""
+        """Admit no requests until `unpause` is called. Running requests continue."""
         self.scheduler.pause()
 
     def unpause(self) -> None:
@@ -622,7 +652,7 @@ class Service:
     # Requests: called by Session
 
     def budget(self) -> Budget:
-        """Return the time budget of a request that begins now: how long it may wait for storage."""
+        """Return a new time budget for a request: the seconds that it may wait for storage."""
         deadline_s = self.settings.fetch_deadline_s
         match self.settings.fetch_policy:
             case FetchPolicy.BEST_EFFORT:
@@ -633,7 +663,7 @@ class Service:
                 return Budget(deadline_s)
 
     def fetches(self, spec: RequestSpec) -> bool:
-        """Return True if the request's missing blocks are looked up in storage."""
+        """Return True if blocks that the request lacks are to be looked up in storage."""
         return spec.uses_cache and self.tiers.copies.storage is not None
 
     async def fetched(self, spec: RequestSpec, budget: Budget | None = None) -> Fetched:
@@ -644,8 +674,8 @@ class Service:
             budget: the remaining time that the request may wait; None for a new budget.
 
         Returns:
-            The fetched blocks. They stay on the host until `Scheduler.admit` takes them or the
-                caller releases them.
+            The fetched blocks. They stay on the host until they are passed to `Scheduler.admit`, or
+                the caller releases them.
 
         Raises:
             RequestAbortedError: the request was aborted during the fetch.
@@ -658,14 +688,14 @@ class Service:
         return fetched
 
     def abort(self, request_id: str) -> bool:
-        """Abort a request; return True if there was one. See `Scheduler.abort`."""
+        """Abort a request with this id; return True if there was one."""
         return self._arrivals.abort(request_id) or self.scheduler.abort(request_id)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Record how fast the engine computes, for the choice between fetching and computing.
 
-        Without this, tierkv estimates the speed from the time between admission and commit, and no
-        request waits for blocks that another request is computing.
+        Without such records, tierkv estimates the speed from the time between admission and commit,
+        and no request waits for blocks that another request is computing.
 
         Args:
             num_tokens: number of prompt tokens computed.
@@ -678,14 +708,14 @@ class Service:
 
     @property
     def handoff(self) -> Handoff | None:
-        """The hand-off of prompts between nodes; None without an attached store."""
+        """The publisher of prompts for other nodes; None if no store is attached."""
         return self._parts.handoff if self.tiers.copies.storage is not None else None
 
     def require_handoff(self) -> Handoff:
-        """Return the hand-off of prompts between nodes.
+        """Return the publisher of prompts for other nodes.
 
         Raises:
-            HandoffError: this node has no attached store.
+            HandoffError: no store is attached.
         """
         if self.tiers.copies.storage is None:
             raise HandoffError(
@@ -695,7 +725,7 @@ class Service:
         return self._parts.handoff
 
     async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
-        """Check that no ticket of another prompt has this id; see `Tickets.check_free`.
+        """Check that no ticket of another prompt has this id.
 
         If the store does not answer in time, the check passes.
 
@@ -706,7 +736,7 @@ class Service:
         Raises:
             DuplicateRequestError: the id names a ticket of another prompt that decode nodes can
                 claim.
-            HandoffError: this node has no attached store.
+            HandoffError: no store is attached.
         """
         tickets = self.require_handoff().tickets
         with suppress(TimeoutError):
@@ -715,11 +745,11 @@ class Service:
                 await tickets.check_free(ticket_id, keys.all_digests())
 
     async def ticket_state(self, ticket_id: str) -> TicketStatus:
-        """Return the present state of a ticket that any node has published."""
+        """Read the present state of a ticket, published by any node, from the store."""
         return await status_of(self.require_handoff().tickets, ticket_id)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
-        """Delete a ticket or open ticket; return True if there was one.
+        """Delete a ticket with its open ticket and acknowledgement; return True if one was there.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -727,7 +757,7 @@ class Service:
         return await self.require_handoff().tickets.forget(ticket_id)
 
     async def acknowledge(self, ticket_id: str) -> None:
-        """Record that an engine has used a ticket's prompt without calling `claim`.
+        """Record that a ticket was claimed, for an engine that has used its prompt without `claim`.
 
         Raises:
             HandoffError: the ticket does not exist.
@@ -745,7 +775,7 @@ class Service:
     # Lookups
 
     def _question(self) -> Budget:
-        """Return the time budget of a lookup in storage that no request waits for."""
+        """Return a new time budget for a lookup in storage that belongs to no request."""
         return Budget(self._made_of.handoff.lookup_deadline_s)
 
     async def lookup(self, prompt: Prompt) -> Lookup:
@@ -778,14 +808,18 @@ class Service:
     def explain(
         self, prompt: Prompt, *, names_fields: bool = False, stored: range | None = None
     ) -> Explanation:
-        """Explain which blocks of a prompt are cached where, and why not more.
+        """Explain which blocks of a prompt are cached on which tier, and why the next block is not.
 
         Args:
             prompt: the prompt to look up.
-            names_fields: True to name the fields in which fingerprints of other cached copies
-                differ. For operators only: the names reveal one tenant's data to another.
+            names_fields: True to name the fields in which the fingerprint of another cached copy of
+                the prompt differs. For operators only: the names reveal one tenant's data to
+                another.
             stored: indices of the blocks found in storage beyond those on device and host; None if
                 storage was not asked.
+
+        Returns:
+            The explanation.
         """
         match, fetcher = self.index.match(prompt), self.fetcher
         at = match.num_blocks
@@ -808,13 +842,18 @@ class Service:
     async def explain_with_storage(
         self, prompt: Prompt, *, deadline_s: float, names_fields: bool = False
     ) -> Explanation:
-        """Explain which blocks of a prompt are cached where, storage included, and why not more.
+        """Explain which blocks of a prompt are cached or stored, and why the next block is not.
 
         Args:
             prompt: the prompt to look up.
             deadline_s: largest number of seconds to wait for storage; after that the explanation
                 leaves storage out.
-            names_fields: see `explain`.
+            names_fields: True to name the fields in which the fingerprint of another cached copy of
+                the prompt differs. For operators only: the names reveal one tenant's data to
+                another.
+
+        Returns:
+            The explanation.
         """
         storage, match, stored = self.tiers.copies.storage, self.index.match(prompt), None
         if storage is not None:
@@ -826,12 +865,16 @@ class Service:
 
     @property
     def events(self) -> CacheEvents:
-        """The changes of cached blocks as events, to subscribe to."""
+        """The changes of cached blocks as events, to which callers can subscribe."""
         return self.tiers.events
 
     def stats(self) -> Stats:
         return self._parts.stats()
 
     def verify(self, *, num_leases: int = 0) -> list[str]:
-        """Return a sentence for each violated invariant; the caller holds `num_leases` leases."""
+        """Return a sentence for each violated invariant.
+
+        Args:
+            num_leases: number of leases that the caller has acquired and not released.
+        """
         return self._parts.verify(num_leases)

@@ -9,7 +9,8 @@
                    PREEMPTED
 
 The caller decides when a session takes a step, chooses request ids, and limits the time of calls.
-The session decides which steps are possible, and ends its work under way.
+The session refuses steps that are not possible in its state, and ends the publishes and waits that
+it has started.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ log = logging.getLogger(__name__)
 class Session:
     """One request of `service`. Use it from the service's event loop.
 
-    One operation runs at a time; `end`, `abort` and the wait for a publish may run beside it.
+    One method runs at a time, except `end`, `abort` and `published`, which may be called at any
+    time.
 
     Args:
         service: the cache service.
@@ -55,8 +57,8 @@ class Session:
         ticket: the claimed ticket; None without a claim, and if no ticket came.
         failed_blocks: indices of the prompt's blocks that were cached but could not be loaded. The
             engine computes these.
-        load_problem: the reason why blocks could not be loaded; None if all were.
-        over: resolved once everything that the session held is released.
+        load_problem: the reason why blocks could not be loaded; None if all were loaded.
+        over: future that is resolved once everything is released that the session has acquired.
     """
 
     def __init__(self, service: Service, spec: RequestSpec) -> None:
@@ -94,7 +96,7 @@ class Session:
 
     @property
     def has_ended(self) -> bool:
-        """True if everything that the session held is released."""
+        """True if everything is released that the session has acquired."""
         return self.over.done()
 
     @property
@@ -116,7 +118,7 @@ class Session:
         return self.request.matched
 
     def running(self) -> Request:
-        """Return the request, after checking that the engine may use its blocks now.
+        """Return the request, if the engine may use its blocks now.
 
         Raises:
             OwnershipError: the session has no blocks, is preempted, or is ending.
@@ -135,7 +137,7 @@ class Session:
         A cancelled call releases everything that it acquired.
 
         Returns:
-            The running request. Its loads may still be under way: see `loaded`.
+            The running request. Its loads may not have ended; `loaded` waits for them.
 
         Raises:
             TierKVError: any error of `Scheduler.admit`.
@@ -156,9 +158,10 @@ class Session:
             return self._adopt(request)
 
     async def _with_rest(self, request: Request, budget: Budget) -> Request:
-        """Fetch stored blocks for which the host has no room in portions, if faster than computing.
+        """If faster than computing, fetch in portions the blocks for which the host has no room.
 
-        Return the request, or a new one that computes the whole prompt if a portion did not load.
+        Return the request. If a portion did not load, return a new request that computes the whole
+        prompt.
         """
         scheduler = self._service.scheduler
         missing = request.spec.prompt.num_tokens - request.cached_tokens
@@ -175,7 +178,7 @@ class Session:
         return request
 
     async def _admit_alone(self, error: TransferError) -> Request:
-        """Admit the request to compute its whole prompt, after cached blocks did not load."""
+        """Admit the request without cached blocks, because some of them did not load."""
         log.warning(
             "request %s computes its whole prompt, since cached blocks did not load: %s",
             self.spec.request_id,
@@ -214,11 +217,13 @@ class Session:
         Args:
             ticket_id: id of the ticket.
             policy: how much of the prompt the engine may compute if it cannot be fetched.
-            deadline_s: seconds to wait for the ticket; None for the setting `claim_deadline_s`.
-            sampling: the engine's sampling parameters. A ticket with other ones is refused.
+            deadline_s: seconds to wait for the ticket and for free blocks; None for the setting
+                `claim_deadline_s`.
+            sampling: names and values of the engine's sampling parameters. A ticket with other ones
+                is refused; None to accept any.
 
         Returns:
-            The running request. Its loads may still be under way: see `loaded`.
+            The running request. Its loads may not have ended; `loaded` waits for them.
 
         Raises:
             HandoffError: the prompt cannot be claimed; its reason is a HandoffProblem.
@@ -293,10 +298,11 @@ class Session:
             raise TransferError("earlier cached blocks of the prompt did not load")
 
     async def loaded_or_recovered(self, timeout_s: float) -> None:
-        """Wait as `loaded` does, and call `recover` if a load fails.
+        """Wait until the KV of every cached token is on the device; call `recover` if a load fails.
 
         Raises:
-            HandoffError: reason load_failed: the claim's policy does not allow computing.
+            HandoffError: a load failed, and the claim's policy does not allow computing (reason
+                load_failed).
             DeviceFailedError: the device has failed.
         """
         try:
@@ -308,21 +314,22 @@ class Session:
             await self.recover(str(error), timeout_s=timeout_s)
 
     def check_may_compute(self, error: TransferError) -> None:
-        """Check that the claim's policy lets the engine compute blocks that failed to load.
+        """Check that the engine may compute blocks that failed to load.
 
         Raises:
-            HandoffError: reason load_failed: the policy demands that the whole prompt is loaded.
+            HandoffError: the claim's policy requires that the whole prompt is loaded (reason
+                load_failed).
         """
         if self._policy is ClaimPolicy.WHOLE:
             text = f"the claimed prompt did not load to the device: {error}"
             raise HandoffError(HandoffProblem.LOAD_FAILED.value, text) from error
 
     async def recover(self, problem: str, *, timeout_s: float, after: Sequence[Event] = ()) -> None:
-        """Give the request new device blocks after a failed load, reusing blocks that are intact.
+        """Replace the request's device blocks after a failed load, and reuse those that are intact.
 
-        Afterwards, `failed_blocks` lists the blocks to compute. Uncommitted tokens are lost. A
-        publish that runs while the prompt is computed fails; it may be started again. If this
-        method raises, the request has ended.
+        Afterwards, `failed_blocks` names the blocks that the engine has to compute. Tokens that
+        were not committed are lost. A publish that runs while the prompt is computed fails; it may
+        be started again. If this method raises, the request has ended.
 
         Args:
             problem: the reason why the load failed.
@@ -353,13 +360,16 @@ class Session:
     # While it runs
 
     async def commit(self, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
-        """Record that the request's blocks hold the KV of more tokens. See `Scheduler.commit`.
+        """Record that the KV of `tokens` is in the request's blocks, or will be after the events.
 
         A publish that runs while the prompt is computed stores the new blocks next.
 
         Args:
             tokens: all tokens from the prompt's start on, packed as little-endian int32.
             after: events of the kernels that write the KV.
+
+        Raises:
+            TierKVError: any error of `Scheduler.commit`.
         """
         request = self.running()
         await self._service.scheduler.commit(request, tokens, after=after)
@@ -371,11 +381,21 @@ class Session:
                 publishing.stream.advance(prompt_tokens, after)
 
     def has_first_token(self) -> None:
-        """Record in the timeline that the whole prompt is computed, as `commit` also does."""
+        """Record in the request's timeline that the whole prompt is computed.
+
+        A `commit` of the whole prompt records it, too.
+        """
         self._mark(Moment.COMPUTED)
 
     async def extend(self, num_tokens: int) -> None:
-        """Add blocks for `num_tokens` more tokens to the request; see `Growth.extend`."""
+        """Make room in the request's blocks for `num_tokens` tokens after the committed tokens.
+
+        Before the prompt is committed, the room is for tokens after the prompt. The call waits
+        until enough blocks are free.
+
+        Raises:
+            TierKVError: any error of `Growth.extend`.
+        """
         await self._service.scheduler.growth.extend(self.running(), num_tokens)
 
     async def preempt(self, *, after: Sequence[Event] = ()) -> None:
@@ -403,7 +423,7 @@ class Session:
         A cancelled call leaves the request preempted.
 
         Args:
-            max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
+            max_new_tokens: number of tokens after the prompt for which blocks are reserved.
 
         Returns:
             The running request.
@@ -447,7 +467,7 @@ class Session:
         """Start to publish the prompt while it is computed; `publish` completes its ticket.
 
         Returns:
-            True if the publish runs; False if the settings do not allow it before the prompt's end.
+            True if the publish runs; False if the setting handoff.streams is false.
 
         Raises:
             HandoffError: this node has no storage tier.
@@ -478,17 +498,18 @@ class Session:
     ) -> Publishing:
         """Start a task that stores the committed prompt and then its ticket.
 
-        A repeated call with the same id returns the first publish, unless that one has failed.
-        `end` waits for the task.
+        A repeated call with the same id returns the earlier publish, if that has not failed. `end`
+        waits for the task.
 
         Args:
             ticket_id: id of the ticket.
-            first_tokens: generated tokens that follow the prompt.
+            first_tokens: ids of the generated tokens that follow the prompt.
             after: events of the kernels that write the last blocks.
-            sampling: sampling parameters that gave `first_tokens`; None to state none.
+            sampling: names and values of the sampling parameters of `first_tokens`; None to state
+                none.
 
         Returns:
-            The publish under way; its `published` waits for the outcome.
+            The publish; its `published` waits for the outcome.
 
         Raises:
             OwnershipError: the prompt is not computed yet.
@@ -512,20 +533,21 @@ class Session:
     async def published(
         self, publishing: Publishing, first_tokens: Sequence[int], sampling: Mapping[str, str]
     ) -> Published:
-        """Wait until the ticket is published, and check its first tokens and sampling.
+        """Wait until the ticket is published, and check its first tokens and sampling parameters.
 
-        An earlier call may have started the publish with other ones.
+        An earlier call of `publish` may have started the publish with other values.
 
         Args:
-            publishing: the publish, as `publish` returned it.
-            first_tokens: the first tokens that the ticket must have.
-            sampling: the sampling parameters that the ticket must have.
+            publishing: the publish that `publish` returned.
+            first_tokens: ids of the first tokens that the ticket must have.
+            sampling: names and values of the sampling parameters that the ticket must have.
 
         Returns:
             The ticket and counts.
 
         Raises:
-            DuplicateRequestError: the published ticket has other first tokens or sampling.
+            DuplicateRequestError: the published ticket has other first tokens or sampling
+                parameters.
             TierKVError: any error of `Publishing.published`.
         """
         published = await publishing.published()
@@ -573,14 +595,14 @@ class Session:
             await asyncio.wait([one.task for one in busy])
 
     def _fail_streams(self, reason: str) -> None:
-        """End publishes of the unfinished prompt; decode nodes that wait for it get `reason`."""
+        """End each publish of the unfinished prompt; waiting decode nodes receive `reason`."""
         for publishing in self._publishes.values():
             if publishing.stream is not None:
                 publishing.stream.fail(reason)
                 publishing.stream = None
 
     async def _give_up_streams(self, reason: str) -> None:
-        """End publishes of the unfinished prompt, and wait until new ones may be started."""
+        """End each publish of the unfinished prompt, and wait until a new one may be started."""
         given_up = [name for name, one in self._publishes.items() if one.stream is not None]
         self._fail_streams(reason)
         await self._published()
@@ -590,7 +612,7 @@ class Session:
     # End
 
     def end(self, *, after: Sequence[Event] = (), reason: str = "the request has ended") -> None:
-        """Release everything, now or as soon as no publish reads the request's blocks.
+        """End the request, and release its blocks as soon as no publish reads them.
 
         Committed tokens stay cached. A repeated call does nothing.
 
@@ -614,11 +636,13 @@ class Session:
     def abort(
         self, *, after: Sequence[Event] = (), reason: str = "the request was aborted"
     ) -> None:
-        """End the request as `end` does, and cancel its publishes.
+        """End the request, cancel its publishes, and release its blocks.
+
+        Committed tokens stay cached. A repeated call does nothing.
 
         Args:
             after: events of kernels that may still use the blocks.
-            reason: a sentence for waiting callers and decode nodes.
+            reason: a sentence for callers and decode nodes that wait for the publishes.
         """
         streaming = [one for one in self._publishes.values() if one.stream is not None]
         self.end(after=after, reason=reason)
