@@ -1,7 +1,7 @@
 """Copies of blocks to a lower tier (device to host, host to storage), and lookups in storage.
 
-A block is copied either early, as the write rules of the settings say, or because it must not be
-lost in an eviction. The bytes of copies in flight are limited.
+A block is copied early, as the write rules of the settings say, or because an eviction would
+otherwise lose it. The bytes of copies in flight are limited.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ HASHED_BLOCKS = 512  # keys computed in one turn of the loop: 4 ms
 
 
 def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[StoredKey]:
-    """Return the stored keys of blocks [first, stop) of the path that ends in `node`.
+    """Return the stored keys of blocks [first, stop) of a path.
 
     A path is a prefix in the index, from the root to a node. A tail (partial last block of a
     prompt) can only be the last block of a path.
 
     Args:
         index: the index that has the path.
-        node: the tree node at the end of the path.
+        node: the node of the index at the end of the path.
         first: index of the first block, from the start of the prompt.
         stop: index after the last block.
     """
@@ -67,7 +67,7 @@ def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
         match: the cached blocks of `prompt` at this moment.
 
     Returns:
-        The keys, in order; each is computed when it is read.
+        The keys, in order; each is computed when it is first read.
     """
     end = match.num_blocks
     last = index.digests(match.node, end, start=max(end - 1, 0))
@@ -81,7 +81,7 @@ class Beyond:
     Attributes:
         blocks: indexes of the blocks that storage has after the cached ones, without a gap; a tail
             (partial last block) is included.
-        tail: another prompt's stored tail that shares the most tokens with the block after
+        tail: the stored tail of another prompt that shares the most tokens with the block after
             `blocks`; None if there is none, or if storage has all blocks.
         num_tokens: number of tokens that a fetch would bring.
     """
@@ -92,10 +92,10 @@ class Beyond:
 
 
 async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> Beyond:
-    """Ask storage which blocks of `prompt` it has after the cached ones.
+    """Ask storage which blocks of a prompt it has after the cached ones.
 
-    If storage lacks the next full block, the result may have another prompt's tail (partial last
-    block), if that shares more tokens with the prompt than are cached here.
+    If storage lacks the next block, the result may name the tail (partial last block) of another
+    prompt that shares more tokens with this prompt than are cached here.
 
     Args:
         index: the index of the match.
@@ -133,7 +133,7 @@ async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match:
 async def count_stored(
     storage: StorageIO, keys: KeyRun, *, piece_blocks: int = PIECE_BLOCKS
 ) -> int:
-    """Count the leading keys that storage has.
+    """Return how many keys of a prompt storage has before the first one that it lacks.
 
     Args:
         storage: the storage tier.
@@ -141,7 +141,7 @@ async def count_stored(
         piece_blocks: number of keys in one lookup.
 
     Returns:
-        The number of keys before the first missing one.
+        The number of keys.
 
     Raises:
         StoreUnavailableError: the store did not answer in time.
@@ -159,10 +159,8 @@ async def count_stored(
 GROUP_BLOCKS = 32  # blocks that a background copy, a fetch or a publish moves at a time
 PIECE_BYTES = 8 << 20  # small blocks are copied to the host in pieces of 0.15 ms on PCIe 5
 LEAVING_PATIENCE_S = 1.0  # for the write of a group to a store while the host tier shrinks
-_SHARE_BEING_STORED = 4  # writes use at most this fraction (1/n) of host slots
-_MAX_TO_STORE = (
-    4096  # largest number of groups that wait for the store; further ones are not stored
-)
+_SHARE_BEING_STORED = 4  # writes use at most one n-th of the host slots
+_MAX_TO_STORE = 4096  # largest number of groups that wait for the store; more are not stored
 log = logging.getLogger(__name__)
 
 
@@ -180,9 +178,9 @@ class ByteBudget:
 
     Args:
         max_bytes: the limit.
-        is_busy: returns True while more urgent copies run. Then only one copy of this budget at a
-            time is in flight, which leaves the bandwidth to the urgent ones. Call `start_waiting`
-            when the answer may have changed.
+        is_busy: returns True while more urgent copies run. Then only one copy of this budget is in
+            flight at a time, so that the urgent copies have the bandwidth. Call `start_waiting`
+            when the result may have changed.
 
     Attributes:
         bytes_in_flight: bytes of the copies in flight.
@@ -258,15 +256,15 @@ class ByteBudget:
 class Flush:
     """A write of blocks from host slots to a store.
 
-    The slots count as being read (see `Slots.begin_reading`) until the write has ended.
+    The slots are marked as being read (see `Slots.begin_reading`) until the write has ended.
 
     Attributes:
         keys: stored keys of the blocks.
         slots: host slots of the blocks, int32 [len(keys)].
         worth: value of each block compared with others; the store may refuse those of low value.
-        runs: the same blocks as named in events; [] without subscribers.
-        generation: number of full deletions of storage before the write. A later deletion cancels
-            the write.
+        runs: the same blocks as events describe them; [] without subscribers.
+        generation: number of deletions of everything in storage, at the time when the write was
+            planned. A later deletion cancels the write.
         began: the point in the order of events at which the write began.
     """
 
@@ -285,14 +283,16 @@ class Copies:
     from eviction, or the slots are listed as in use.
 
     Args:
-        eviction: frees slots for the copies; calls `copy_down` for blocks that must not be lost.
+        eviction: frees slots for the copies, and calls `copy_down` for blocks that an eviction must
+            not lose.
         slots: slots of device and host.
         work: owns the tasks.
         events: publishes new copies.
         mover: copies between device and host.
         storage: the storage tier; None for none.
         block_bytes: bytes of a block.
-        background_copy_bytes: upper limit of bytes in flight of copies made by the write rules.
+        background_copy_bytes: upper limit of bytes in flight of copies made by the write rules, to
+            the host and to storage each.
 
     Attributes:
         background: limit on bytes in flight to the host by the write rules; loads to the device
@@ -339,7 +339,10 @@ class Copies:
         self.resized()
 
     def prompt_keys(self, prompt: Prompt) -> KeyRun:
-        """Return the stored keys of `prompt`, its tail included, each computed when first read."""
+        """Return the stored keys of a prompt, its tail included.
+
+        Each is computed when first read.
+        """
         root = self._index.spaces.root_of(prompt).space.root_digest
         keys = prompt.keys
         if keys is None or keys.parent != root:
@@ -349,7 +352,7 @@ class Copies:
         return keys
 
     async def hashed_keys(self, prompt: Prompt) -> KeyRun:
-        """Return the stored keys of `prompt`, all computed, without blocking the event loop.
+        """Return the stored keys of a prompt, all computed, without blocking the event loop.
 
         Each turn of the loop computes HASHED_BLOCKS of them.
         """
@@ -388,10 +391,10 @@ class Copies:
         return wrong + self.background.findings() + self.storing.findings()
 
     def write_down(self, node: TreeNode, num_blocks: int) -> None:
-        """Start the copies of blocks [0, num_blocks) of a path that the write rules ask for now.
+        """Start those copies of blocks [0, num_blocks) of a path that the write rules ask for now.
 
         Args:
-            node: the tree node at the end of the path.
+            node: the node of the index at the end of the path (a prefix in the index).
             num_blocks: number of blocks from the start of the path.
         """
         is_retired = self._index.spaces.is_retired(node)
@@ -423,13 +426,12 @@ class Copies:
                     self._start_down(part, first + start, first + stop, to_storage=is_stored)
 
     def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
-        """Remove blocks from `masks` that the host has no room for.
+        """Remove blocks for which the host lacks room from `masks`.
 
         Return the number of slots needed.
-
-        Without this, each copy's task would find out by itself, and again at each admission, that
-        the host is too small for the prompt.
         """
+        # Otherwise each copy's task would find out by itself, and again at each admission, that the
+        # host is too small for the prompt.
         wanted = int(np.count_nonzero(needed))
         if wanted <= room:
             return wanted
@@ -442,8 +444,10 @@ class Copies:
     def save(self, node: TreeNode, num_blocks: int, *, first: int = 0) -> None:
         """Copy blocks [first, num_blocks) of a path to the host, regardless of the write rules.
 
+        The call starts the copies and does not wait for them.
+
         Args:
-            node: the tree node at the end of the path.
+            node: the node of the index at the end of the path (a prefix in the index).
             num_blocks: index after the last block.
             first: index of the first block.
         """
@@ -501,11 +505,8 @@ class Copies:
                 self._work.start(self._store(node, at, end, generation), "tierkv-store")
 
     async def _store(self, node: TreeNode, first: int, stop: int, generation: int) -> None:
-        """Wait for a turn, then store those of the blocks [first, stop) that are still on the host.
-
-        No lease protects the blocks during the wait, since a slow store would then keep the device
-        full.
-        """
+        """Wait for a turn, then store those of blocks [first, stop) that are still on the host."""
+        # No lease protects the blocks during the wait: a slow store would then keep the device full.
         async with self.storing.room((stop - first) * self._block_bytes):
             if self._index.spaces.is_retired(node):
                 return
@@ -519,10 +520,10 @@ class Copies:
                     self._index.unmark_stored(there, at, at + 1)
 
     def store_first(self, node: TreeNode, start: int) -> bool:
-        """Start to store blocks that must be stored before a shrinking host tier drops them.
+        """Start to store blocks that must be stored before a shrinking host tier loses them.
 
-        Each of the node's blocks from `start` on, and of the blocks below the node, is written at
-        most once.
+        These are the node's blocks from `start` on, and the blocks of all nodes below it. Each
+        block is written at most once.
 
         Args:
             node: a node of the index.
@@ -596,14 +597,17 @@ class Copies:
         return last, at
 
     async def _wait_for_other_copies(self, node: TreeNode, first: int, stop: int) -> bool:
-        """Wait for other tasks' copies of the blocks to the host; return whether all are there."""
+        """Wait for other tasks' copies of the blocks to the host.
+
+        Return whether all blocks are there.
+        """
         path = Tier.HOST, node, first, stop
         while self._index.is_in(CopyState.INCOMING, *path).any():
             await self._work.next_change()
         return bool(self._index.is_in(CopyState.READY, *path).all())
 
     async def _host_copy(self, node: TreeNode, first: int, stop: int) -> bool:
-        """Copy the blocks to the host that have no copy there; return whether all are there."""
+        """Copy those blocks to the host that are not there; return whether all are there."""
         missing = self._index.is_in(CopyState.ABSENT, Tier.HOST, node, first, stop)
         ready = self._index.is_in(CopyState.READY, Tier.HOST, node, first, stop)
         complete = bool((missing | ready).all())
@@ -626,16 +630,16 @@ class Copies:
     def copy_down(self, tier: Tier, step: Step) -> CopyDown:
         """Start the copy to the tier below that must end before blocks can leave `tier`.
 
-        If the host has room for only a part of the blocks, the last ones are evicted without a
-        copy. A write to storage is tried once, and the host slots become free even if it fails.
+        If the host has room for only some of the blocks, the last ones are evicted without a copy.
+        A write to storage is tried once, and the host slots become free even if it fails.
 
         Args:
             tier: the tier that the blocks are to leave: device or host.
-            step: the step of the eviction plan, with the blocks.
+            step: the step of an eviction plan, with the blocks.
 
         Returns:
             STARTED; LATER if slots of the tier below will become free soon; IMPOSSIBLE if they will
-                not, or there is no tier below.
+                not, or if there is no tier below.
         """
         node = step.victim.node
         first, stop = node.start + step.victim.start, node.start + step.victim.stop
@@ -709,7 +713,7 @@ class Copies:
             self._work.capacity_changed()
 
     def _begin_offload(self, node: TreeNode, first: int, stop: int, slots: Ids) -> Movement:
-        """Start to copy leased blocks that have no host copy from the device to host `slots`."""
+        """Start to copy leased blocks, which have no host copy, from the device to host slots."""
         index = self._index
         index.change(Tier.HOST, node, first, stop, Change.RESERVE, slots=slots)
         self.num_offloads += 1
@@ -737,10 +741,9 @@ class Copies:
         return True
 
     def _begin_flush(self, node: TreeNode, first: int, stop: int, generation: int) -> Flush:
-        """Mark the blocks' host slots as being read, and return the flush to write to storage.
+        """Mark the blocks' host slots as being read.
 
-        `generation` is the number of deletions of storage when the flush was planned: after a later
-        deletion its blocks are not written.
+        Return the write to storage that will follow.
         """
         # A block is useless without the blocks before it: with equal hits the first is worth most.
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
@@ -751,7 +754,7 @@ class Copies:
         return Flush(keys, slots, worth, runs, generation, self._events.now())
 
     async def _end_flush(self, flush: Flush) -> list[bool]:
-        """Write the blocks to storage; return for each whether storage has it."""
+        """Write the blocks to storage; return, for each block, whether storage has it."""
         try:
             storage = self.storage
             if storage is None:  # detached since the start
@@ -772,7 +775,7 @@ class Copies:
     def _publish_stored(
         self, runs: Sequence[BlockRun], is_there: Sequence[bool], began: EventPoint
     ) -> None:
-        """Publish events for the blocks of `runs` that storage has, as `is_there` says for each."""
+        """Publish as stored those blocks of `runs` for which `is_there` is True."""
         at, found = 0, []
         for run in runs:
             first = 0
@@ -788,11 +791,11 @@ class Copies:
         """Record and publish that storage has blocks [first, stop) of a path.
 
         Args:
-            node: the tree node at the end of the path.
+            node: the node of the index at the end of the path (a prefix in the index).
             first: index of the first block.
             stop: index after the last block.
             began: the point in the order of events at which the write or lookup began. If storage
-                has lost all of its blocks since, the call does nothing.
+                has lost all of its blocks after that point, the call does nothing.
         """
         if began.num_clears == self._events.now().num_clears:
             self._index.mark_stored(node, first, stop)
@@ -802,7 +805,7 @@ class Copies:
         """Record and publish that storage does not have blocks [first, stop) of a path.
 
         Args:
-            node: the tree node at the end of the path.
+            node: the node of the index at the end of the path (a prefix in the index).
             first: index of the first block.
             stop: index after the last block.
         """

@@ -15,10 +15,13 @@ from tierkv.errors import StoreRefusedError, StoreUnavailableError
 class Deletions:
     """The deletions of everything that a service, or a pool of pages, has stored.
 
-    Deletions are counted as generations. Content belongs to the generation in which it was computed
-    or queued; each deletion begins the next one. Content of an earlier generation is never written
-    again, and reads that began before the deletion return nothing. Nothing is read or written
-    during a deletion, nor after a failed deletion until another one succeeds.
+    Deletions are counted as generations: content belongs to the generation in which it was computed
+    or queued, and each deletion begins the next one. Content of an earlier generation is never
+    written again, and reads that began before the deletion return nothing. Nothing is read or
+    written during a deletion, nor after a failed deletion until another one succeeds.
+
+    Attributes:
+        generation: number of deletions begun so far.
     """
 
     def __init__(self) -> None:

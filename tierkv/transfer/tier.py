@@ -23,11 +23,11 @@ from tierkv.transfer.storage_io import Slice, Slices, StorageIO
 
 @dataclass(frozen=True, slots=True)
 class StorageOptions:
-    """The settings of a service's storage tier apart from the common store.
+    """The settings of a service's storage tier, apart from the common store.
 
     Attributes:
         open: opens a store by its URL; if None, only store objects can be attached.
-        tenants: stores of single tenants, by the short form of the tenant's fingerprint.
+        tenants: stores for the blocks of single fingerprints, by the fingerprint's short form.
         codecs: returns the codec that protects a fingerprint's blocks, by the fingerprint's short
             form; None for a plain checksum.
         small: the codec of tickets and other small values.
@@ -51,13 +51,22 @@ class StoreState(msgspec.Struct, frozen=True):
     """The state of one attached store.
 
     Attributes:
-        tenant: short form of the fingerprint that uses the store, "" for the common store.
-        circuit: state of the breaker: closed, open or half_open. None, with counts of 0, for a
-            store without a breaker.
+        tenant: short form of the only fingerprint whose blocks are in the store; "" for the common
+            store.
+        url: the store's URL.
+        is_shared: True if other processes see the same values.
+        is_durable: True if values outlive the process.
+        circuit: state of the store's breaker: closed, open or half_open. None, with counts of 0,
+            for a store without a breaker.
         reason: why the breaker opened last.
         degraded_s: total seconds in which the breaker was not closed.
-        part: of a store made of several stores, the URL of the one that has failed and is left out;
-            "" if there is none.
+        retries: number of operations that were tried a second time.
+        refused: number of operations that failed at once, for example because the breaker was open.
+        dropped_writes: number of writes dropped because too many bytes were waiting.
+        waiting_write_bytes: bytes of the writes that are waiting now.
+        negative_hits: number of names that were reported missing without asking the store.
+        part: if the store consists of several stores, the URL of the one that has failed and is not
+            used; "" if there is none.
         write_refusal: the store's reason when it first refused writes; "" while it accepts writes.
         clock_skew_s: seconds by which this machine's clock is ahead of the store's; None if the
             store does not report its time.
@@ -96,7 +105,7 @@ class StorageTier:
 
     Args:
         store: the common store, None for none.
-        options: settings, and the stores of single tenants.
+        options: settings, and the stores of single fingerprints.
         on_change: called when a store is attached or detached, or answers again after a failure.
             Blocks that were believed to be stored may then be missing.
     """
@@ -131,8 +140,8 @@ class StorageTier:
             names: makes the stored names of the service's blocks.
             layout: layout of whole blocks.
             host: the host slots that blocks are read into and written from.
-            parts: the share of each rank in every block; empty for one rank that owns all of
-                `host`.
+            parts: for each rank, its slice (share) of every block with the memory of its host
+                slots; empty for one rank that owns all of `host`.
             block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
         """
         self._prefix = names.prefix
@@ -179,7 +188,7 @@ class StorageTier:
         own: str,
         block_ttl_s: float | None,
     ) -> AsyncIterator[StorageIO]:
-        """Yield a `StorageIO` for blocks of another layout, which are kept in the same stores.
+        """Yield a `StorageIO` for blocks of another layout, which are in the same stores.
 
         Enter this context before that of `running()`, and leave it after.
 
@@ -187,8 +196,7 @@ class StorageTier:
             names: makes the stored names of these blocks.
             layout: layout of these blocks.
             host: host slots of this layout.
-            own: short form of the service's fingerprint. These blocks get the codec of that
-                fingerprint.
+            own: short form of the service's fingerprint, whose codec these blocks get.
             block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
         """
         codecs = self.options.codecs
@@ -218,12 +226,12 @@ class StorageTier:
 
     @property
     def store(self) -> Store | None:
-        """The common store, if it is attached."""
+        """The common store; None if it is not attached."""
         return self._stores.attached.get("")
 
     @property
     def stores(self) -> Sequence[Store]:
-        """All attached stores: the common one and those of tenants."""
+        """All attached stores: the common one and those of single fingerprints."""
         return tuple(self._stores.attached.values())
 
     async def attach(self, store: str | Store, tenant: str = "") -> None:
@@ -234,7 +242,7 @@ class StorageTier:
 
         Args:
             store: the store, or its URL.
-            tenant: short form of the only fingerprint whose blocks go to this store; "" for the
+            tenant: short form of the only fingerprint whose blocks are in this store; "" for the
                 common store.
 
         Raises:
@@ -253,9 +261,13 @@ class StorageTier:
         self._on_change()
 
     def detach(self, tenant: str = "") -> bool:
-        """Stop using the store of `tenant` ("" for the common one); return True if there was one.
+        """Stop using a store; return True if it was attached.
 
         Operations that have begun are still completed on that store.
+
+        Args:
+            tenant: short form of the only fingerprint whose blocks are in the store; "" for the
+                common store.
         """
         was_there = self._stores.detach(self._route(tenant)) is not None
         self._on_change()
