@@ -506,7 +506,7 @@ class Copies:
 
     async def _store(self, node: TreeNode, first: int, stop: int, generation: int) -> None:
         """Wait for a turn, then store those of blocks [first, stop) that are still on the host."""
-        # No lease protects the blocks during the wait: a slow store would then keep the device full.
+        # No lease protects the blocks during the wait: a slow store would keep the device full.
         async with self.storing.room((stop - first) * self._block_bytes):
             if self._index.spaces.is_retired(node):
                 return
@@ -582,10 +582,7 @@ class Copies:
             self._work.capacity_changed()
 
     def _on_host(self, node: TreeNode, first: int, stop: int) -> tuple[TreeNode, int]:
-        """Return the end of the blocks from `first` on that are on the host without a gap.
-
-        The result is the node with the last such block, and the index after that block.
-        """
+        """Return the end (node, index) of the unbroken blocks on the host from `first` on."""
         last, at = node, first
         for part, i, j in segments(node, first, min(stop, node.end)):
             host = part.copies[Tier.HOST]
