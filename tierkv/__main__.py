@@ -1,10 +1,13 @@
-"""Entry of the command `tierkv`, and of `python -m tierkv`."""
+"""Entry point of the command `tierkv` and of `python -m tierkv`."""
 
 import sys
 
 
 def run() -> None:
-    """Run the command line; Ctrl-C during the imports also ends it with one sentence."""
+    """Run the command line.
+
+    Ctrl-C during the imports prints one sentence, without a traceback, and exits with code 130.
+    """
     try:
         from tierkv.cli import main  # noqa: PLC0415 - this is what takes its time
     except KeyboardInterrupt:

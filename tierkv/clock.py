@@ -1,12 +1,12 @@
-"""The two clocks that tierkv reads, behind a protocol so that tests can set the time."""
+"""Clocks: a protocol, so that tests can set the time; this machine's clocks; a store's clock."""
 
 from __future__ import annotations
 
 import time
 from typing import Protocol
 
-_EXACT_S = 1.0  # an exchange of at most this many seconds replaces an earlier answer
-_SKEW_S = 2.0  # a larger difference is real: an exchange of _EXACT_S measures to 0.5 s
+_EXACT_S = 1.0  # an answer that took longer does not replace an earlier one
+_SKEW_S = 2.0  # above the error of the measurement, which is half of _EXACT_S
 
 
 class Clock(Protocol):
@@ -30,10 +30,11 @@ class SystemClock:
 
 
 class StoreClock:
-    """The clock of a store, which all nodes share; until the store answers, this machine's clock.
+    """The clock of a store, on which all nodes of the store agree.
 
-    Between two answers of the store, time is measured by the monotonic clock: setting this
-    machine's wall clock changes nothing.
+    Until the store has answered, `wall` returns this machine's wall clock. From then on, it returns
+    the store's time, advanced by this machine's monotonic clock. Setting this machine's wall clock
+    has no effect on it.
 
     Args:
         ours: this machine's clocks.
@@ -41,7 +42,7 @@ class StoreClock:
 
     def __init__(self, ours: Clock) -> None:
         self._ours = ours
-        self._ahead_s: float | None = None  # the store's wall clock minus our monotonic clock
+        self._ahead_s: float | None = None  # the store's time minus `ours.monotonic()`
 
     def monotonic(self) -> float:
         return self._ours.monotonic()
@@ -53,18 +54,18 @@ class StoreClock:
 
     @property
     def skew_s(self) -> float | None:
-        """Seconds that this machine's clock is ahead of the store's; None while that is unknown."""
+        """Seconds that this machine's wall clock is ahead of the store's; None if unknown."""
         return None if self._ahead_s is None else self._ours.wall() - self.wall()
 
     def note(self, store_time: float, asked_at: float) -> None:
-        """Record the store's time from an answer.
+        """Set the clock to a time that the store has answered.
 
-        An answer that took longer than 1 s is used only if there is no earlier one, as it is less
-        exact.
+        An answer that took longer than 1 s is less exact, so it is used only if there is no earlier
+        one.
 
         Args:
-            store_time: the store's time, in Unix seconds.
-            asked_at: `monotonic()` before the question.
+            store_time: the answered time, in Unix seconds.
+            asked_at: the value of `monotonic()` when the store was asked, in seconds.
         """
         now = self._ours.monotonic()
         if self._ahead_s is None or now - asked_at <= _EXACT_S:
@@ -72,12 +73,12 @@ class StoreClock:
 
 
 def is_skew(skew_s: float) -> bool:
-    """Return whether two clocks differ by more than the error of the measurement, in seconds."""
+    """Return True if a clock difference of `skew_s` seconds is more than a measurement error."""
     return abs(skew_s) > _SKEW_S
 
 
 def skew_in_words(skew_s: float) -> str:
-    """Return a clause that states how far this machine's clock is ahead of the store's."""
+    """Return a clause such as "this machine's clock is 5 s ahead of it"; "it" is the store."""
     return (
         f"this machine's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} it"
     )

@@ -1,7 +1,7 @@
-"""Reader of settings: a TOML file, then environment variables, then options.
+"""Settings, read from a TOML file, environment variables and command-line options.
 
-Each part of tierkv has a class for its own settings, and its values are converted into that. An
-unknown key is an error.
+Each part of tierkv defines a class for its table of settings, and values are converted to the types
+of that class. An unknown key is an error.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ _ENV_PREFIX = "TIERKV_"
 _CLOSE = 0.7  # similarity, 0 to 1, from which a known name is suggested for an unknown one
 _FIXED = "no setting"
 Fixed = Annotated[T, _FIXED]
-"""A field of a settings type that no file, variable or option can set.
-
-Only code can set another value than the default."""
-_NEW_NAMES: dict[object, dict[str, str]] = {}  # by type of settings
+"""The type of a settings field that only code can set, not a file, variable or option."""
+_NEW_NAMES: dict[object, dict[str, str]] = {}  # new name by old name, for each settings class
 
 
 def renamed(**new_names: str) -> Callable[[type[T]], type[T]]:
-    """Return a decorator for a settings class: files may still use old names, with a warning.
+    """Return a class decorator that lets old names of settings be read, with a warning.
 
     Args:
-        new_names: the present name of a setting, by its old name.
+        new_names: the present name of each setting, by its old name.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -53,23 +51,27 @@ def load(
     *,
     other_kind: type | None = None,
 ) -> T:
-    """Load settings from a file, environment variables and options; the later source wins.
+    """Load settings from a file, environment variables and options.
+
+    Options override environment variables, which override the file.
 
     Args:
-        kind: class of the settings: a msgspec struct with a field for each table.
-        path: a TOML file; None for none.
-        environ: environment variables, of which those named TIERKV_SECTION__KEY are read
-            (TIERKV_STORAGE__REDIS__TIMEOUT_S is a nested one).
-        options: command-line options, each a table, a key and a value.
-        other_kind: settings class of another program that reads the same file or environment.
-            Tables that only that class has are skipped, after a check of their keys.
+        kind: class of the settings: a msgspec struct with one field per table.
+        path: a TOML file; None for no file.
+        environ: environment variables. A variable TIERKV_TABLE__KEY sets `key` of `table`;
+            TIERKV_STORAGE__REDIS__TIMEOUT_S sets `timeout_s` of the table `storage.redis`. All
+            other variables are ignored.
+        options: command-line options, each as (table, key, value).
+        other_kind: class of the settings of another program that reads the same file and
+            environment. Tables that only this class has are checked for unknown keys, and otherwise
+            ignored. None if there is no other program.
 
     Returns:
         The settings.
 
     Raises:
-        ConfigError: a file cannot be read, a key is unknown, or a value is not of its type; the
-            message names the file and the key.
+        ConfigError: the file cannot be read, a key is unknown, or a value has a wrong type. The
+            message names the source and the key.
     """
     return load_traced(kind, path, environ, options, other_kind=other_kind)[0]
 
@@ -82,20 +84,22 @@ def load_traced(
     *,
     other_kind: type | None = None,
 ) -> tuple[T, dict[str, str]]:
-    """Load settings as `load` does, and return the source of each that is not a default.
+    """Load settings as `load` does, and also return the source of each value.
 
     Args:
-        kind: class of the settings, with a field for each table.
-        path: a TOML file; None for none.
-        environ: environment variables; those with the prefix TIERKV_ win over the file.
-        options: table, key and value of command-line options, which win over the environment.
-        other_kind: settings class of another program that reads the same file; see `load`.
+        kind: class of the settings: a msgspec struct with one field per table.
+        path: a TOML file; None for no file.
+        environ: environment variables; a variable TIERKV_TABLE__KEY sets `key` of `table`.
+        options: command-line options, each as (table, key, value).
+        other_kind: class of the settings of another program that reads the same file and
+            environment; its tables are ignored. None if there is no other program.
 
     Returns:
-        The settings, and for each "table.key" its source: a file, a variable, or "option".
+        The settings, and a dict from the name "table.key" of each setting that has no default value
+            to its source: the path of the file, the name of the variable, or "option".
 
     Raises:
-        ConfigError: a file cannot be read, or a setting is unknown or wrong.
+        ConfigError: the file cannot be read, a key is unknown, or a value has a wrong type.
     """
     table: dict[str, Any] = _read(path) if path is not None else {}
     origins = dict.fromkeys(flat(table), str(path))
@@ -128,19 +132,19 @@ def load_traced(
 def from_mapping(
     kind: type[T], given: Mapping[str, Any], where: str, *, converts_text: bool = False
 ) -> T:
-    """Convert a table to settings.
+    """Convert a mapping to a settings object.
 
     Args:
-        kind: a dataclass or struct of settings.
-        given: values by name of the setting.
-        where: the table's place, for messages.
-        converts_text: True to convert text to numbers, as environment variables need it.
+        kind: class of the settings, a dataclass or a msgspec struct.
+        given: the values, by name of the setting.
+        where: the origin of the values, such as the name of a file, for error messages.
+        converts_text: True to convert text to numbers, as values of environment variables require.
 
     Returns:
         The settings.
 
     Raises:
-        ConfigError: a name is unknown, or a value is not of its type.
+        ConfigError: a name is unknown, or a value has a wrong type.
     """
     table = dict(given)
     _use_new_names(kind, table, where)
@@ -151,32 +155,33 @@ def from_mapping(
         raise ConfigError(f"{where}: {error}") from error
 
 
-def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by their full names.
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables in one dict, by their names "table.key".
 
     Args:
-        table: nested tables.
-        at: prefix of all names, such as "table.".
-
-    Returns:
-        The values by "table.key".
+        table: the nested tables.
+        prefix: text before each name, such as "table."; "" for none.
     """
     found: dict[str, Any] = {}
     for key, value in table.items():
-        found |= flat(value, f"{at}{key}.") if isinstance(value, Mapping) else {f"{at}{key}": value}
+        found |= (
+            flat(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return found
 
 
 def all_above_zero(table: str, settings: object, *names: str) -> None:
-    """Check that settings are finite numbers above 0; TOML also has nan and inf.
+    """Check that settings are finite numbers above 0.
 
     Args:
-        table: name of the settings' table, for the error.
-        settings: object with the settings as attributes.
+        table: name of the settings' table for the error message; "" for the top level.
+        settings: object that has the settings as attributes.
         *names: names of the settings to check.
 
     Raises:
-        ConfigError: a setting is not such a number.
+        ConfigError: a setting is 0, negative, infinite or NaN.
     """
     _check_all(table, settings, names, "a number above 0", lambda number: number > 0)
 
@@ -185,12 +190,12 @@ def none_negative(table: str, settings: object, *names: str) -> None:
     """Check that settings are finite numbers of 0 or more.
 
     Args:
-        table: name of the settings' table, for the error.
-        settings: object with the settings as attributes.
+        table: name of the settings' table for the error message; "" for the top level.
+        settings: object that has the settings as attributes.
         *names: names of the settings to check.
 
     Raises:
-        ConfigError: a setting is not such a number.
+        ConfigError: a setting is negative, infinite or NaN.
     """
     _check_all(table, settings, names, "a number not below 0", lambda number: number >= 0)
 
@@ -199,12 +204,12 @@ def all_at_least_one(table: str, settings: object, *names: str) -> None:
     """Check that settings are finite numbers of 1 or more.
 
     Args:
-        table: name of the settings' table, for the error.
-        settings: object with the settings as attributes.
+        table: name of the settings' table for the error message; "" for the top level.
+        settings: object that has the settings as attributes.
         *names: names of the settings to check.
 
     Raises:
-        ConfigError: a setting is not such a number.
+        ConfigError: a setting is below 1, infinite or NaN.
     """
     _check_all(table, settings, names, "at least 1", lambda number: number >= 1)
 
@@ -249,9 +254,9 @@ def _section(table: dict[str, Any], names: Sequence[str], where: str) -> dict[st
 
 
 def settings_in(kind: object) -> dict[str, Any]:
-    """Return the settings of a class by name, each with its type.
+    """Return the type of each setting of a settings class, by name.
 
-    Fields of type `Fixed`, which no file or variable can set, are left out.
+    Fields marked `Fixed`, which only code can set, are left out.
     """
     hints = get_type_hints(kind, include_extras=True)
     return {
@@ -261,33 +266,35 @@ def settings_in(kind: object) -> dict[str, Any]:
     }
 
 
-def names_in(kind: object, at: str = "") -> list[str]:
-    """Return the names of all settings of a class, nested ones included.
+def names_in(kind: object, prefix: str = "") -> list[str]:
+    """Return the names of all settings and nested tables of a settings class.
 
     Args:
         kind: class of the settings.
-        at: prefix of all names, such as "table.".
+        prefix: text before each name, such as "table."; "" for none.
 
     Returns:
-        The names as "table.key".
+        The names; a setting of a nested table is named "table.key".
     """
     names = []
     for name, inner in settings_in(kind).items():
-        names.append(f"{at}{name}")
+        names.append(f"{prefix}{name}")
         if _is_table(inner):
-            names += names_in(inner, f"{at}{name}.")
+            names += names_in(inner, f"{prefix}{name}.")
     return names
 
 
 def suggestion(unknown: str, known: Sequence[str]) -> str:
-    """Suggest a name for an unknown setting.
+    """Return the end of an error sentence that suggests a known name for an unknown one.
+
+    Known names with the same key in another table come first, then the most similar name.
 
     Args:
-        unknown: the unknown name. A known setting with the same key in another table is preferred.
-        known: names of all settings, as "table.key".
+        unknown: the unknown name, as "table.key".
+        known: the names of all settings, as "table.key".
 
     Returns:
-        The end of a sentence with the most similar name; "" if none is similar.
+        Text such as " (did you mean table.key?)"; "" if no name is similar.
     """
     key = unknown.rpartition(".")[2]
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
@@ -296,22 +303,22 @@ def suggestion(unknown: str, known: Sequence[str]) -> str:
 
 
 def _use_new_names(
-    kind: object, table: dict[str, Any], where: str, at: str = ""
+    kind: object, table: dict[str, Any], where: str, prefix: str = ""
 ) -> list[tuple[str, str]]:
-    """Replace old names of settings in `table`, and return each replaced name with its new one."""
+    """Rename the old names of settings in `table`; return each pair of old and new name."""
     found = []
     for old, new in _NEW_NAMES.get(kind, {}).items():
         if old in table:
             if new in table:
                 raise ConfigError(
-                    f"{where}: {at}{old} is an old name of {at}{new}: remove {at}{old}"
+                    f"{where}: {prefix}{old} is an old name of {prefix}{new}: remove {prefix}{old}"
                 )
-            log.warning("%s: %s%s is now called %s%s: rename it", where, at, old, at, new)
+            log.warning("%s: %s%s is now called %s%s: rename it", where, prefix, old, prefix, new)
             table[new] = table.pop(old)
-            found.append((f"{at}{old}", f"{at}{new}"))
+            found.append((f"{prefix}{old}", f"{prefix}{new}"))
     for name, inner in settings_in(kind).items() if _is_table(kind) else ():
         if _is_table(inner) and isinstance(table.get(name), dict):
-            found += _use_new_names(inner, table[name], where, f"{at}{name}.")
+            found += _use_new_names(inner, table[name], where, f"{prefix}{name}.")
     return found
 
 
@@ -320,14 +327,14 @@ def _is_table(kind: object) -> bool:
 
 
 def _refuse_unknown(root: object, table: Mapping[str, Any], where: str) -> None:
-    def check(kind: object, table: Mapping[str, Any], at: str) -> None:
+    def check(kind: object, table: Mapping[str, Any], prefix: str) -> None:
         hints = settings_in(kind)
         for key, value in table.items():
             if key not in hints:
-                meant = suggestion(f"{at}{key}", names_in(root))
+                meant = suggestion(f"{prefix}{key}", names_in(root))
                 known = meant or f"; this table has {', '.join(sorted(hints))}"
-                raise ConfigError(f"{where}: there is no setting {at}{key}{known}")
+                raise ConfigError(f"{where}: there is no setting {prefix}{key}{known}")
             if isinstance(value, dict) and _is_table(hints[key]):
-                check(hints[key], value, f"{at}{key}.")
+                check(hints[key], value, f"{prefix}{key}.")
 
     check(root, table, "")

@@ -8,15 +8,16 @@
                    v
                  Service                 blocks, block tables, gates, publishes and claims
 
-An engine has one `Session` per request: it admits or claims the request, computes all tokens that
-are not cached, waits at the request's `LayerGate` before each layer with cached KV that is still
-being loaded, commits the computed tokens, publishes them, and ends the request. Batching, sampling
-and CUDA graphs are left to the engine.
+An engine has one `Session` per request. It admits or claims the request, computes all tokens that
+are not cached, and commits, publishes and ends the request. Before a layer reads cached KV that is
+still being loaded, the engine waits at the request's `LayerGate`. Batching, sampling and CUDA
+graphs are left to the engine.
 
-A new engine is a module with an `EngineSpec` and a row in `tierkv/engines.py`; nodes load no engine
-from another package today. Subclass `SessionEngine` (`tierkv/engine_runs.py`): it admits, claims,
-commits, publishes, preempts and recovers; the methods `forward`, `check`, `running` and
-`max_positions` are left to write. `tierkv/refmodel/engine.py` is the shortest complete example.
+A new engine is a module with an `EngineSpec` and a row in `tierkv/engines.py`; a node cannot load
+an engine from another package. The easiest way is a subclass of `SessionEngine`
+(`tierkv/engine_runs.py`), which admits, claims, commits, publishes, preempts and recovers requests.
+The subclass defines `forward`, `check`, `running` and `max_positions`.
+`tierkv/refmodel/engine.py` is the shortest complete example.
 """
 
 from __future__ import annotations
@@ -48,21 +49,22 @@ _MAX_PENALTY = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The rule for choosing a token from the logits.
+    """The parameters for choosing a token from the logits.
 
     Attributes:
-        temperature: divisor of the logits, at least 0; 0 chooses the best token.
-        seed: seed of the request's random numbers; the same seed gives the same text.
-        top_k: number of best tokens that may be chosen; 0 for all.
-        top_p: the best tokens that together have at least this share of the probability may be
-            chosen; above 0, at most 1.
-        min_p: a token may be chosen only if its probability is at least this share of the best
-            token's; 0 to 1.
-        repetition_penalty: the logits of tokens that are in the prompt or the answer are divided by
-            this if positive, and multiplied by it if negative; above 0.
+        temperature: divisor of the logits, at least 0; 0 always chooses the most likely token.
+        seed: seed of the request's random numbers, 0 to 2**64 - 1; the same seed gives the same
+            text.
+        top_k: number of most likely tokens that may be chosen; 0 for all.
+        top_p: share of the probability, above 0 and at most 1. Only the most likely tokens that
+            together have this share may be chosen.
+        min_p: 0 to 1. Only tokens with at least `min_p` times the probability of the most likely
+            token may be chosen.
+        repetition_penalty: above 0. For tokens in the prompt or the answer, positive logits are
+            divided by it, and negative logits are multiplied by it.
         presence_penalty: subtracted from the logit of each token that is in the answer; -2 to 2.
-        frequency_penalty: subtracted from a token's logit for each time the token is in the answer;
-            -2 to 2.
+        frequency_penalty: subtracted from a token's logit once for each time that the token is in
+            the answer; -2 to 2.
 
     Raises:
         BadRequestError: a number is out of range.
@@ -78,9 +80,9 @@ class Sampling:
     frequency_penalty: float = 0.0
 
     def readable(self) -> dict[str, str]:
-        """Return the parameters as text, for tickets.
+        """Return the parameters as text by name, in the form that tickets store.
 
-        Two samplings have the same text if they choose the same tokens for all logits.
+        Two samplings that choose the same tokens for all logits have the same text.
         """
         penalties = {name: str(self._value(name)) for name in self.unusual(_PENALTIES)}
         if self.is_greedy:
@@ -94,18 +96,20 @@ class Sampling:
         }
 
     def unusual(self, names: Sequence[str]) -> list[str]:
-        """Return those of the fields `names` that do not have their default value."""
+        """Return the names in `names` whose fields differ from their defaults."""
         usual = Sampling.__dataclass_fields__
         return [name for name in names if self._value(name) != usual[name].default]
 
     def check_only(self, names: Sequence[str]) -> None:
-        """Check that only supported fields are used; temperature and seed always are.
+        """Check that no parameter is used that the engine does not support.
+
+        Every engine supports temperature and seed.
 
         Args:
-            names: further fields that the engine supports.
+            names: names of the other parameters that the engine supports.
 
         Raises:
-            BadRequestError: another field is used; the error names it.
+            BadRequestError: another parameter differs from its default; the error names it.
         """
         others = [name for name in ("top_k", *_SHARES, *_PENALTIES) if name not in names]
         if used := self.unusual(others):
@@ -143,11 +147,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of token probabilities at one position of an answer, before any sampling.
+    """Log probabilities of tokens at one position of an answer (natural logarithms).
+
+    Sampling parameters such as the temperature have no effect on them.
 
     Attributes:
-        chosen: that of the chosen token.
-        top: the most likely tokens, each with its logarithm, the most likely one first.
+        chosen: the log probability of the chosen token.
+        top: the most likely tokens, each with its log probability, in descending order.
     """
 
     chosen: float
@@ -155,46 +161,49 @@ class TokenLogprobs:
 
 
 class OnTokens(Protocol):
-    """A callback for the tokens of an answer."""
+    """A callback that receives the tokens of an answer after each step of the model."""
 
     def __call__(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = (), /
     ) -> None:
-        """Receive all tokens so far; see `GenerateRequest.on_tokens`.
+        """Receive all tokens of the answer so far.
 
         Args:
-            tokens: the tokens.
-            logprobs: the log probabilities of each token, if the request asks for them.
+            tokens: the tokens. There are fewer than in the call before if the request has started
+                again.
+            logprobs: log probabilities for each token, None for a token that came with a ticket;
+                empty if the request asks for none.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request for tokens.
+    """One request to generate tokens.
 
     Attributes:
         request_id: the scheduler's id of the request.
-        tokens: the prompt, packed as `cache.keys.pack` packs it.
-        max_tokens: most tokens to generate, at least 1.
-        sampling: the rule for choosing tokens.
-        uses_cache: False computes every token and leaves nothing cached, as a node without a cache
-            does; tests compare other paths with this one.
-        on_tokens: called on the event loop after each step with all tokens generated so far; with
-            fewer tokens than the last time if cached tokens could not be loaded and the request
-            begins again. The callable must not block, raise or keep the list.
-        space: name of the space of the tenant and adapter, from `Service.space_of_tenant`; "" for
-            the service's own.
-        answered_tokens: number of tokens at the prompt's end that are an earlier part of the
-            answer: penalties and `min_tokens` count them.
-        ignores_end: True continues after tokens that end an answer.
-        min_tokens: number of tokens of the answer before which no token that ends it is chosen.
+        tokens: the prompt's token ids, as little-endian int32 bytes (`cache.keys.pack` makes them).
+        max_tokens: largest number of tokens to generate, at least 1.
+        sampling: the parameters for choosing tokens.
+        uses_cache: False to compute every token and cache nothing.
+        on_tokens: called on the event loop after each step, with all tokens generated so far; None
+            for no calls. If cached tokens could not be loaded, the request starts again, and the
+            next call has fewer tokens. The callable must not block, raise an error or keep the
+            list.
+        space: name of the space (the part of the index for one tenant and adapter), from
+            `Service.space_of_tenant`; "" for the service's own.
+        answered_tokens: number of tokens at the end of the prompt that are the beginning of the
+            answer. Penalties and `min_tokens` count them as tokens of the answer.
+        ignores_end: True to continue after tokens that end an answer.
+        min_tokens: number of tokens of the answer before which neither an end token nor a stop text
+            can end the answer.
         stops: texts that end the answer and are not part of its text; none may be empty.
-        num_logprobs: number of most likely tokens with wanted log probabilities, beside the chosen
-            token; None for no log probabilities.
-        session_id: session that the request is a turn of; "" without one.
+        num_logprobs: number of most likely tokens whose log probabilities are returned with those
+            of the chosen token; None to return no log probabilities.
+        session_id: id of the session (conversation) that the request is a turn of; "" for none.
 
     Raises:
-        BadRequestError: `tokens` are not packed tokens, or `max_tokens` is below 1.
+        BadRequestError: `tokens` are not packed token ids, or `max_tokens` is below 1.
     """
 
     request_id: str
@@ -222,21 +231,21 @@ class Generation:
     """The outcome of a request on this node.
 
     Attributes:
-        tokens: generated tokens, those of a ticket included.
-        text: the text of `tokens`.
+        tokens: the tokens of the answer, including those that came with a ticket.
+        text: the text of `tokens`, without the stop text.
         prompt_tokens: number of tokens of the prompt.
-        computed_tokens: number of prompt tokens that were computed here.
-        matched: numbers of prompt tokens that were found in each tier.
-        load_problem: the reason why cached tokens had to be computed after all; None if none had
-            to.
-        queue_s: seconds from the call to the admission, including the fetch from storage or the
-            wait for a ticket.
-        first_token_s: seconds from the call to the first token that this node has computed.
+        computed_tokens: number of prompt tokens that this node computed.
+        matched: numbers of cached prompt tokens, by the tier where they were found.
+        load_problem: the reason why cached tokens were computed instead of loaded; None if all were
+            loaded.
+        queue_s: seconds from the call until the request had its blocks, including the fetch from
+            storage or the wait for a ticket.
+        first_token_s: seconds from the call to the first token that this node computed.
         total_s: seconds from the call to the end.
-        finish_reason: "length" at `max_tokens`, "stop" at the model's own end of text or at a stop
-            text.
-        logprobs: the log probabilities of each token, None for the tokens of a ticket; empty if the
-            request does not ask for them.
+        finish_reason: "length" if `max_tokens` was reached, "stop" if an end token of the model or
+            a stop text ended the answer.
+        logprobs: log probabilities for each token, None for a token that came with a ticket; empty
+            if the request asks for none.
     """
 
     tokens: tuple[int, ...]
@@ -254,10 +263,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A computed prompt.
+    """The result of a prefill.
 
     Attributes:
-        generation: the outcome, with the first token.
+        generation: the outcome, with the first token of the answer.
         published: the outcome of the publish; None if the call did not wait for it.
     """
 
@@ -267,7 +276,14 @@ class Prefilled:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since the start."""
+    """Counts since the engine was made.
+
+    Attributes:
+        generated_tokens: tokens that the engine chose.
+        computed_tokens: tokens whose KV the model computed, of prompts and answers.
+        failed_loads: times that cached tokens had to be computed because they could not be loaded.
+        preemptions: times that a request lost its blocks to other requests until it was resumed.
+    """
 
     generated_tokens: int = 0
     computed_tokens: int = 0
@@ -278,8 +294,9 @@ class EngineStats:
 class NodeEngine(Protocol):
     """An engine that computes for a node.
 
-    Use it while its `running()` is open, inside that of the service. Every method may be cancelled:
-    it then ends when no kernel uses the request's blocks any more, and these have been released.
+    Enter `running()` after the service's own, and call the other methods within it. Every method
+    may be cancelled. It then ends only after the request's blocks are used by no kernel and are
+    released.
     """
 
     @property
@@ -290,36 +307,37 @@ class NodeEngine(Protocol):
     async def generate(self, job: GenerateRequest) -> Generation:
         """Generate up to `job.max_tokens` tokens, using and filling the cache.
 
-        Cached tokens that fail to load are computed; `load_problem` has the reason.
+        Cached tokens that cannot be loaded are computed; `Generation.load_problem` has the reason.
 
         Raises:
-            BadRequestError: the engine cannot serve the request.
-            TierKVError: any error of `Session.admit`.
-            DeviceFailedError: the device is lost.
+            BadRequestError: the engine does not support the request.
+            DeviceFailedError: the device has failed.
+            TierKVError: the request was not admitted (see `Session.admit`).
         """
         ...
 
     async def prefill(
         self, job: GenerateRequest, ticket_id: str, *, waits_for: PublishWait
     ) -> Prefilled:
-        """Compute the prompt and its first token, and publish both under a ticket for `decode`.
+        """Compute a prompt and the first token of its answer, and publish both under a ticket.
 
-        `job.max_tokens` is ignored. Once the prompt is computed, a cancel ends only the wait for
-        the publish. An earlier cancel fails the ticket, and decode nodes that wait for it are
-        notified.
+        `job.max_tokens` is ignored. If the call is cancelled before the prompt is computed, the
+        ticket fails, and decode nodes that wait for it are notified. A later cancel ends only the
+        wait for the publish.
 
         Args:
             job: the request.
-            ticket_id: the id of the ticket on all nodes.
-            waits_for: the event after which the call returns.
+            ticket_id: the id by which decode nodes claim the prompt.
+            waits_for: the event after which the call returns: the end of the publish, or the first
+                token.
 
         Returns:
-            The outcome.
+            The first token, and the outcome of the publish if the call waits for it.
 
         Raises:
             HandoffError: storage does not accept the prompt.
-            DuplicateRequestError: another prompt uses the ticket's id.
-            TierKVError: any error of `generate`.
+            DuplicateRequestError: the id names a ticket of another prompt.
+            TierKVError: the prompt was not computed (see `generate`).
         """
         ...
 
@@ -334,25 +352,28 @@ class NodeEngine(Protocol):
         """Claim a published prompt, and generate the same tokens as `generate` would.
 
         Args:
-            job: the request; a ticket with first tokens sampled by other parameters is refused as
-                incompatible.
-            ticket_id: the id of the ticket on all nodes.
-            policy: the part of the prompt that may be computed if it cannot be fetched.
-            deadline_s: seconds to wait for the ticket; None for the service's setting.
+            job: the request. A ticket whose first tokens were sampled with other parameters is
+                refused.
+            ticket_id: the id under which a prefill node publishes the prompt.
+            policy: which part of the prompt the engine may compute if it cannot be fetched.
+            deadline_s: seconds to wait for the ticket; None for the setting `claim_deadline_s`.
 
         Returns:
-            The outcome, and the ticket; None if no ticket came and the policy let the engine
-                compute.
+            The outcome, and the claimed ticket. The ticket is None if none came and the policy let
+                the engine compute the prompt.
 
         Raises:
-            HandoffError: the claim failed; the reason is a HandoffProblem.
-            TierKVError: any error of `Session.claim`.
+            HandoffError: the claim failed; its reason is the value of a HandoffProblem.
+            TierKVError: the request was not admitted (see `Session.admit`).
         """
         ...
 
 
 class EngineSpec(Protocol):
-    """An engine before it runs: the facts that a node needs to build the service, and its start."""
+    """The description of an engine, from which a node builds its service.
+
+    `open` makes the engine.
+    """
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -369,18 +390,18 @@ class EngineSpec(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """The layout of a block, with the planes of all ranks."""
+        """The layout of a block: the planes of all tensor-parallel ranks."""
         ...
 
     @property
     def shards(self) -> ShardScheme:
-        """The division of a block over tensor-parallel ranks."""
+        """The division of each block among the tensor-parallel ranks."""
         ...
 
     def fingerprint(self, tenant: str) -> Fingerprint:
-        """Return the identity of this engine's KV.
+        """Return the fingerprint of the KV that this engine computes.
 
-        It is equal on two nodes exactly if one can use the blocks of the other.
+        Two nodes have the same fingerprint exactly if each can use the blocks of the other.
 
         Args:
             tenant: name or secret of the node's own tenant.
@@ -388,9 +409,12 @@ class EngineSpec(Protocol):
         ...
 
     def open(self, service: Service) -> NodeEngine:
-        """Make the engine over `service`, which has a device with the layout of this spec.
+        """Load the weights, and return the engine.
 
-        The node calls it before the service runs, on a thread that may block, under the device's
-        `computing()`. Load weights here.
+        The node calls this before the service runs, in a thread that may block, inside the context
+        `computing()` of the service's device.
+
+        Args:
+            service: the cache service; its device has the layout of this description.
         """
         ...

@@ -1,9 +1,9 @@
-"""The life of a request in an engine of ours, written once: generate, prefill, decode.
+"""Base class of engines, and the state of one request in them.
 
-SessionEngine: admit or claim, feed chunks, commit, publish, preempt, recover, end
+SessionEngine: admit or claim, compute, commit, publish, preempt, recover, end
    | forward(run, chunk)
    v
-the model: writes KV through the block table, and returns the next token
+model: writes KV through the block table, and returns the next token
 """
 
 from __future__ import annotations
@@ -46,27 +46,34 @@ from tierkv.tokenizers import AnswerDecoder, Tokenizer
 
 Tokens1D = npt.NDArray[np.int32]
 
-_COMMIT_EVERY_TOKENS = 64  # generated tokens; a commit costs far less than a step of the model
+_COMMIT_EVERY_TOKENS = 64  # number of generated tokens; a commit costs far less than their steps
 
 
 class ModelRun:
     """The state of one request that the model computes.
 
     Attributes:
-        tokens: generated tokens, those of a ticket included.
-        num_fed: number of tokens of prompt and answer that have KV in the blocks.
+        session: the session of the request.
+        job: the request.
+        prompt: token ids of the prompt, int32.
+        tokens: tokens of the answer so far, including those that came with a ticket.
+        num_fed: number of tokens of the prompt and the answer, from the start, whose KV is cached
+            or computed.
         room: number of tokens for which the request has blocks.
-        is_loaded: True once the loads of all layers' cached tokens have been waited for.
-        may_recover: True if a failed load may be answered by computing; False after that, until a
-            resume, as nothing is loaded any more.
-        end_tokens: tokens that end the answer.
-        call_s: seconds of the last call of the model; None if the call waited for loads.
-        chosen_logprobs: log probabilities of the token that the last call chose.
+        cached_tokens: number of prompt tokens that were cached at the admission.
+        is_loaded: True once the engine has waited for the loads of cached tokens in all layers.
+        may_recover: True if the request may be recovered from a failed load. False after a
+            recovery, whose loads have ended, until the request is resumed.
+        end_tokens: tokens that end the answer; empty if the job ignores them.
+        call_s: seconds that the last call of the model took; None if the call waited for loads.
+        chosen_logprobs: log probabilities of the token that the last call chose; None for none.
+        started, admitted, first_token: times of the call, of the admission and of the first
+            computed token, in seconds of `time.monotonic()`; `first_token` is None before that.
 
     Args:
         session: the session of the request.
         job: the request.
-        started: time of the call on the monotonic clock, in seconds.
+        started: time of the call, in seconds of `time.monotonic()`.
         tokenizer: the tokenizer of the model.
     """
 
@@ -93,9 +100,9 @@ class ModelRun:
         self._given: tuple[int, ...] = ()
 
     def begin(self) -> None:
-        """Start from the cached tokens of the request.
+        """Continue after the cached tokens of the request.
 
-        Called after the admission, and again after a recovery, when the request has new blocks.
+        Call this after the admission, and after a recovery, which gives the request new blocks.
         """
         self._place()
         self.tokens = list(self._given)
@@ -106,7 +113,7 @@ class ModelRun:
         self.cached_tokens = min(self.num_fed, len(self.prompt))
 
     def go_on_from(self, first_tokens: Sequence[int]) -> None:
-        """Continue after `first_tokens`, which the prefill node has generated."""
+        """Continue after `first_tokens` of the answer, which the prefill node generated."""
         self._given = tuple(first_tokens)
         self.tokens = list(first_tokens)
         self._logprobs = [None] * len(first_tokens)
@@ -114,7 +121,7 @@ class ModelRun:
         self.report()
 
     def resume(self) -> None:
-        """Continue after a preemption, from the cached tokens of the request."""
+        """Continue after a preemption: compute again the tokens that are no longer cached."""
         self._given = tuple(self.tokens)
         self.may_recover = True
         self._place()
@@ -136,7 +143,7 @@ class ModelRun:
         )
 
     def _read_given(self) -> None:
-        """Look for stop texts in the tokens that were generated before this run."""
+        """Search the tokens that were generated before this run for stop texts."""
         if self.job.stops:
             self._text = self._new_text()
             for token in self._given:
@@ -149,22 +156,22 @@ class ModelRun:
 
     @property
     def fed(self) -> bytes:
-        """All tokens with KV in the blocks, packed."""
+        """The packed token ids of all tokens whose KV is in the blocks."""
         return (self.job.tokens + pack(self.tokens))[: self.num_fed * TOKEN_BYTES]
 
     def next_chunk(self, size: int) -> Tokens1D:
-        """Return up to `size` tokens that are known but have no KV yet; empty if there are none."""
+        """Return the next tokens to compute, at most `size`; empty if all known tokens have KV."""
         behind = self.num_fed - len(self.prompt)
         if behind < 0:
             return self.prompt[self.num_fed : self.num_fed + size]
         return np.array(self.tokens[behind : behind + size], np.int32)
 
     def is_last(self, chunk: Tokens1D) -> bool:
-        """Return whether `chunk`, the next tokens to compute, ends with the last known token."""
+        """Return True if `chunk`, the next tokens to compute, ends with the last known token."""
         return self.num_fed + len(chunk) == self.num_known
 
     def add(self, token: int) -> None:
-        """Append a generated token, and report it to the listener of the job."""
+        """Append a generated token to the answer, and report it to `job.on_tokens`."""
         self.tokens.append(token)
         self._logprobs.append(self.chosen_logprobs)
         if self.job.stops:
@@ -175,7 +182,7 @@ class ModelRun:
         self.report()
 
     def report(self) -> None:
-        """Report all tokens so far to the listener of the job."""
+        """Call `job.on_tokens` with all tokens of the answer so far."""
         if self.job.on_tokens is None:
             return
         if self.job.num_logprobs is None:
@@ -185,12 +192,12 @@ class ModelRun:
 
     @property
     def has_stopped(self) -> bool:
-        """True if the model's end token or a stop text has ended the answer."""
+        """True if an end token of the model or a stop text has ended the answer."""
         return self._text.has_stopped or (bool(self.tokens) and self.tokens[-1] in self.end_tokens)
 
     @property
     def excluded_tokens(self) -> frozenset[int]:
-        """Tokens that may not be chosen next, as they would end the answer before `min_tokens`."""
+        """Tokens that must not be chosen next: they would end the answer before `min_tokens`."""
         is_early = self.job.answered_tokens + len(self.tokens) < self.job.min_tokens
         return self.end_tokens if is_early else frozenset()
 
@@ -219,15 +226,16 @@ class ModelRun:
 
 
 def logprobs_of(logits: npt.NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
-    """Return the log probabilities of the chosen token and of the most likely ones.
+    """Return the log probabilities of the chosen token and of the most likely tokens.
 
     Args:
         logits: float32 [vocab_size], finite or -inf.
         token: the chosen token.
-        num_top: number of most likely tokens; of equally likely ones, the lower number comes first.
+        num_top: number of most likely tokens. Among equally likely tokens, the lower id comes
+            first.
 
     Returns:
-        The natural logarithms.
+        Natural logarithms, the most likely token first.
     """
     wide = logits.astype(np.float64)
     wide -= wide.max()
@@ -241,18 +249,22 @@ def logprobs_of(logits: npt.NDArray[np.float32], token: int, num_top: int) -> To
 
 
 class SessionEngine(ABC):
-    """Engine over `service` that generates, prefills and decodes; a subclass has the model.
+    """Base class of engines: generate, prefill and decode as in `NodeEngine`.
 
-    Use it while its `running()` is open, inside that of the service. Every method may be cancelled:
-    it then ends when the model no longer uses the request's blocks, and these have been released.
+    A subclass has the model.
+
+    Enter `running()` after the service's own, and call the other methods within it. Every method
+    may be cancelled. It then ends only after the model no longer uses the request's blocks and they
+    are released.
 
     Args:
         service: the service of the node.
         tokenizer: the tokenizer of the model.
-        chunk_tokens: most prompt tokens per call of the model.
-        load_timeout_s: seconds to wait for cached tokens that are being loaded.
-        reserve_tokens: number of generated tokens for which a request reserves blocks at once; a
-            request that finds no further block is preempted. None reserves blocks for all.
+        chunk_tokens: largest number of tokens per call of the model.
+        load_timeout_s: seconds to wait for the loads of cached tokens.
+        reserve_tokens: number of tokens of the answer for which a request reserves blocks at a
+            time. A request that needs more blocks and finds none is preempted. None reserves blocks
+            for the whole answer at admission.
     """
 
     def __init__(
@@ -271,48 +283,47 @@ class SessionEngine(ABC):
         self._reserve_tokens = reserve_tokens
         self.stats = EngineStats()
 
-    # The model's
+    # Defined by a subclass
 
     @property
     @abstractmethod
     def max_positions(self) -> int:
-        """Most tokens of a prompt and its answer together."""
+        """Largest number of tokens of a prompt and its answer together."""
 
     @abstractmethod
     def check(self, job: GenerateRequest) -> None:
-        """Check that the model can serve `job`; its tokens have been checked.
+        """Check that the model supports `job`. Its token ids and its length were checked before.
 
         Raises:
-            BadRequestError: the model cannot serve it.
+            BadRequestError: the model does not support the job.
         """
 
     @abstractmethod
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Return the lifetime of the engine's threads and tasks."""
+        """Return a context manager in which the engine's threads and tasks run."""
 
     @abstractmethod
     async def forward(self, run: ModelRun, chunk: Tokens1D) -> int | None:
         """Compute `chunk`, the next tokens of `run`, and write their KV into the request's blocks.
 
         The method also waits for cached tokens that are being loaded, layer by layer or all at
-        once, and sets `run.is_loaded`, `run.call_s`, and `run.chosen_logprobs` if the job wants
-        them. A cancel is raised only after the model no longer uses the blocks.
+        once. It sets `run.is_loaded` and `run.call_s`, and `run.chosen_logprobs` if the job asks
+        for log probabilities. A cancel is raised only after the model no longer uses the blocks.
 
         Args:
-            run: the request; its first `run.num_fed` tokens have KV.
-            chunk: int32 [n], n at least 1.
+            run: the request. Its first `run.num_fed` tokens are cached or computed.
+            chunk: token ids, int32 [n], n at least 1.
 
         Returns:
-            The token that follows `chunk`; None if `chunk` is not the last one of the known tokens.
+            The token that follows `chunk`; None if `chunk` does not end with the last known token.
 
         Raises:
             TransferError: cached tokens could not be loaded.
         """
 
-    # See NodeEngine
+    # The methods of NodeEngine
 
     async def generate(self, job: GenerateRequest) -> Generation:
-        """See `NodeEngine.generate`."""
         run = self._run(job, job.max_tokens, job.max_tokens - 1)
         try:
             await run.session.admit()
@@ -329,7 +340,6 @@ class SessionEngine(ABC):
         *,
         waits_for: PublishWait = PublishWait.PUBLISHED,
     ) -> Prefilled:
-        """See `NodeEngine.prefill`."""
         run = self._run(job, 1, 0)
         session, sampling = run.session, job.sampling.readable()
 
@@ -364,7 +374,6 @@ class SessionEngine(ABC):
         policy: ClaimPolicy = ClaimPolicy.WHOLE,
         deadline_s: float | None = None,
     ) -> tuple[Generation, Ticket | None]:
-        """See `NodeEngine.decode`."""
         run = self._run(job, job.max_tokens, job.max_tokens - 1, needs_logits=False)
         session = run.session
         try:
@@ -409,9 +418,9 @@ class SessionEngine(ABC):
         self.check(job)
 
     async def _or_recovered(self, run: ModelRun, compute: Callable[[], Awaitable[None]]) -> None:
-        """Run `compute`; if cached tokens cannot be loaded, recover the request and run it again.
+        """Run `compute`.
 
-        A second failure before the next resume is not one of a load, and is raised.
+        If cached tokens cannot be loaded, recover the request and run it again.
         """
         while True:
             try:
@@ -453,7 +462,7 @@ class SessionEngine(ABC):
         await self._commit(run)
 
     async def _grow(self, run: ModelRun) -> None:
-        """Get blocks for further tokens; preempt the run if other requests need all blocks."""
+        """Get blocks for more tokens; if there are none, preempt the request and resume it."""
         request = run.session.request
         left = run.job.max_tokens - len(run.tokens)
         more = min(left, self._reserve_tokens or left)
@@ -471,7 +480,7 @@ class SessionEngine(ABC):
             run.resume()
 
     async def _feed(self, run: ModelRun) -> int | None:
-        """Compute all known tokens that have no KV yet; return the token after the last one."""
+        """Compute all known tokens that have no KV yet; return the token that follows them."""
         token = None
         while len(chunk := run.next_chunk(self._chunk_tokens)):
             token = await self.forward(run, chunk)
@@ -493,9 +502,9 @@ class SessionEngine(ABC):
         run.session.end(after=self._computed(), reason=reason)
 
     def _computed(self) -> tuple[Event, ...]:
-        """Return the event at the end of the kernels submitted so far.
+        """Return an event at the end of all kernels submitted so far.
 
-        On a lost device there is none, as no kernel runs any more; requests can still end.
+        () if the device has failed.
         """
         try:
             return (self._service.device.compute_stream.record(),)
@@ -503,10 +512,7 @@ class SessionEngine(ABC):
             return ()
 
     def _first_tokens(self, ticket: Ticket) -> Sequence[int]:
-        """Return the ticket's first tokens.
-
-        HandoffError if it has none, or one that the model lacks.
-        """
+        """Return the ticket's first tokens, after checking that the model has them."""
         if not ticket.first_tokens:
             raise HandoffError(HandoffProblem.INCOMPLETE.value, "the ticket has no first token")
         if max(ticket.first_tokens) >= self._tokenizer.vocab_size:
@@ -516,7 +522,7 @@ class SessionEngine(ABC):
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason why a prompt was not computed, in words for another node."""
+    """Return the reason why a prefill failed, for the decode nodes that wait for its ticket."""
     if isinstance(error, asyncio.CancelledError):
         return "the prefill was cancelled"
     return str(error) or type(error).__name__

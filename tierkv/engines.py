@@ -1,7 +1,7 @@
-"""The engines of nodes by name, and the tables of settings that they read.
+"""The engines that a node can run, by name, and the tables of settings that they read.
 
-A new engine is a module with an `EngineSpec`, its table of settings in `EngineTables`, and a row
-in `_ENGINES`.
+A new engine is a module with an `EngineSpec`, its table of settings in `EngineTables`, and a row in
+`_ENGINES`.
 """
 
 from __future__ import annotations
@@ -53,20 +53,18 @@ ENGINE_NAMES = tuple(_ENGINES)
 def engine_of(
     name: str, tables: EngineTables, cache: CacheSettings, *, model: str, device: str
 ) -> EngineSpec:
-    """Make the spec of an engine.
+    """Return the description of an engine, from which a node builds its service.
 
     Args:
         name: name of the engine, one of ENGINE_NAMES.
-        tables: the settings of engines.
-        cache: the settings of the cache, for the size of a block and the number of ranks.
-        model: path of the model, a directory or a GGUF file; "" for the engine's own.
+        tables: the tables of settings of all engines.
+        cache: settings of the cache, such as the block size.
+        model: path of the model, a directory or a GGUF file; "" for the engine's default.
         device: the device of the node: `cpu`, `cuda` or `cuda:N`.
 
-    Returns:
-        The spec.
-
     Raises:
-        ConfigError: there is no engine of this name, or its settings do not fit each other.
+        ConfigError: there is no engine of this name, its packages are not installed, or the
+            settings contradict each other.
     """
     try:
         make = _ENGINES[name]

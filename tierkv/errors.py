@@ -1,8 +1,8 @@
-"""All errors that tierkv raises, named for what the caller can do about them."""
+"""All errors that tierkv raises. Each class is named for what the caller can do about the error."""
 
 
 class TierKVError(Exception):
-    """The root of all errors raised by tierkv. Its text is a sentence that names the remedy."""
+    """Base class of all errors that tierkv raises. The text says what is wrong and what to do."""
 
 
 class ConfigError(TierKVError):
@@ -10,19 +10,19 @@ class ConfigError(TierKVError):
 
 
 class BadRequestError(TierKVError):
-    """The request is wrong: correct it, since a retry of the same request fails again."""
+    """The request is wrong: correct it. A retry of the same request fails again."""
 
 
 class RequestTooLargeError(BadRequestError):
-    """The request needs more tokens, blocks or bytes than a limit: shorten it, or raise that."""
+    """The request exceeds a limit of tokens, blocks or bytes: shorten it, or raise the limit."""
 
 
 class DuplicateRequestError(BadRequestError):
-    """The id is in use for another request or prompt: use another id, or wait for its end."""
+    """Another request or prompt uses this id: use another id, or wait until that one has ended."""
 
 
 class RequestAbortedError(TierKVError):
-    """Another call aborted the request: do not repeat it, since its result is not wanted."""
+    """Another call aborted the request, because its result is not wanted: do not retry it."""
 
 
 class ShuttingDownError(TierKVError):
@@ -30,11 +30,17 @@ class ShuttingDownError(TierKVError):
 
 
 class ServiceFailedError(TierKVError):
-    """The service stopped after an unexpected error, which is its cause: start another service."""
+    """The service stopped after an unexpected error: read its log, and start another service."""
 
 
 class OutOfBlocksError(TierKVError):
-    """A tier has too few free blocks now: wait, or shed load. No block was taken."""
+    """A tier has too few free blocks now: wait, or shed load. No block was allocated.
+
+    Attributes:
+        tier: name of the tier.
+        needed: number of blocks that the call needs.
+        available: number of blocks that could be allocated.
+    """
 
     def __init__(self, tier: str, *, needed: int, available: int) -> None:
         super().__init__(f"{tier}: {needed} blocks needed, {available} available")
@@ -44,25 +50,25 @@ class OutOfBlocksError(TierKVError):
 
 
 class OverQuotaError(OutOfBlocksError):
-    """A tenant's quota is full: wait for the end of another request of the same tenant."""
+    """A tenant's quota is used up: wait until another request of the same tenant has ended."""
 
 
 class OwnershipError(TierKVError):
-    """A call does not fit the state of its request, lease or device: a bug in the caller.
+    """The state of a request, lease or device does not allow this call: correct the caller.
 
-    Nothing changed.
+    The call changed nothing.
     """
 
 
 class LayoutError(TierKVError):
-    """Shapes, sizes or alignments do not fit the layout: correct the layout, or refuse the peer."""
+    """Shapes, sizes or alignments do not fit the layout: correct it, or refuse the peer."""
 
 
 class TransferError(TierKVError):
     """A copy of blocks failed: compute the blocks that the error names.
 
     Attributes:
-        blocks: device block ids whose content is not valid; empty if unknown.
+        blocks: ids of device blocks whose content is not valid; empty if they are unknown.
     """
 
     def __init__(self, message: str, *, blocks: tuple[int, ...] = ()) -> None:
@@ -75,7 +81,7 @@ class DeviceFailedError(TransferError):
 
 
 class GateTimeoutError(TransferError):
-    """Blocks were not on the device in time: compute them, or wait again for the copy."""
+    """Blocks were not on the device in time: compute them, or wait for the copy again."""
 
 
 class StoreError(TierKVError):
@@ -83,26 +89,26 @@ class StoreError(TierKVError):
 
 
 class StoreUnavailableError(StoreError):
-    """The store refuses or does not answer in time: compute instead, and check the store."""
+    """The store refuses an operation or does not answer in time: compute, and check the store."""
 
 
 class StoreRefusedError(StoreUnavailableError):
-    """The store answers and refuses this operation, such as a write: continue with reads."""
+    """The store answers, but refuses this operation, such as a write: continue with reads."""
 
 
 class StoreDownError(StoreUnavailableError):
-    """The store failed repeatedly and is not asked until it answers a probe: compute instead."""
+    """The store failed repeatedly, and is not used until it answers a probe: compute instead."""
 
 
 class StoreCorruptError(StoreError):
-    """A stored value or a message differs from what was written: drop it, and compute instead."""
+    """A stored value or a message differs from what was written: delete it, and compute instead."""
 
 
 class HandoffError(TierKVError):
-    """A prompt cannot be handed over: see the reason.
+    """A prompt could not be published or claimed: act on the reason, or compute the prompt.
 
     Attributes:
-        reason: a value of HandoffProblem.
+        reason: the reason, the value of a `pd.tickets.HandoffProblem`.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -111,7 +117,7 @@ class HandoffError(TierKVError):
 
 
 class InvariantError(TierKVError):
-    """`verify()` found inconsistent blocks or leases: a bug in tierkv, so report the findings.
+    """`verify()` found inconsistent blocks or leases, a bug in tierkv: report the findings.
 
     Attributes:
         findings: one sentence per violated invariant.
@@ -123,8 +129,11 @@ class InvariantError(TierKVError):
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs the extra `extra` of pyproject.toml, for error sentences.
+    """Return the command that installs optional packages of tierkv, for error sentences.
 
-    The command works in a checkout: the package index has another project with the name tierkv.
+    The command works in a checkout only: on PyPI, the name tierkv belongs to another project.
+
+    Args:
+        extra: name of the group of optional packages in pyproject.toml.
     """
     return f"pip install -e '.[{extra}]' in the checkout of tierkv"

@@ -1,7 +1,7 @@
 """Reader of GGUF files: metadata and tensors.
 
-The metadata are parsed here, because the package `gguf` takes 5 s to read a vocabulary of 49,152
-tokens. That package is used to dequantize tensors.
+The metadata are parsed here, because the package `gguf` takes 5 s for a vocabulary of 49,152
+tokens. Tensors are dequantized by that package.
 """
 
 from __future__ import annotations
@@ -29,14 +29,11 @@ _VERSIONS = (2, 3)
 
 
 def optional(module: str, path: Path) -> ModuleType:
-    """Import a module of an optional package, one of the extra `model`.
+    """Import a module of a package that only the extra `model` of tierkv installs.
 
     Args:
         module: name of the module.
-        path: the model that needs the package, for the error.
-
-    Returns:
-        The module.
+        path: path of the model that needs the package, for the error message.
 
     Raises:
         ConfigError: the package is not installed.
@@ -58,14 +55,14 @@ class _Tensor:
 
 
 class GGUFFile:
-    """A GGUF file that is open for reading; the bytes of a tensor are read when it is used.
+    """A GGUF file, open for reading. A tensor's bytes are read when the tensor is requested.
 
     Args:
         path: path of the file.
 
     Attributes:
         path: path of the file.
-        fields: metadata by name.
+        fields: the metadata, by name.
 
     Raises:
         ConfigError: the file cannot be read, or is not a GGUF file of version 2 or 3.
@@ -89,14 +86,14 @@ class GGUFFile:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """Return a tensor, dequantized.
+        """Read the tensor `name`, and dequantize it.
 
         Returns:
-            The tensor, float32, with the shape in `tensors`.
+            The tensor, float32, with its shape in `tensors`.
 
         Raises:
-            ConfigError: there is no such tensor, its type is unknown, or the file is too short; or
-                the package `gguf` is not installed.
+            ConfigError: there is no such tensor, its type is unknown, the file is too short, or the
+                package `gguf` is not installed.
         """
         gguf = optional("gguf", self.path)
         try:

@@ -1,7 +1,7 @@
-"""The form of routers' hints about the KV cache of a request, and the actions that are followed.
+"""Hints of routers about the KV cache of a request: their form, and those that tierkv follows.
 
-vLLM 0.33 and SGLang 0.5.23 define the form: an envelope of versioned actions. Receivers ignore
-actions and versions that they do not know.
+The form is that of vLLM 0.33 and SGLang 0.5.23: an envelope with a list of actions, each with a
+type and a version. Actions of unknown types and versions are ignored.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _Word = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class KvHintAction(msgspec.Struct, frozen=True, kw_only=True):
-    """One action of an envelope.
+    """One action that a router asks for.
 
-    `kv.fetch` 1.0 asks for the blocks of the request's own prompt. Its payload, the same blocks by
-    the router's hashes, is not read.
+    The action `kv.fetch` 1.0 asks to fetch the blocks of the request's own prompt. Its payload
+    names these blocks by the router's hashes, and is not read.
     """
 
     action_type: _Word
@@ -30,7 +30,7 @@ class KvHintAction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvHints(msgspec.Struct, frozen=True, kw_only=True):
-    """The envelope of a router's hints about one request."""
+    """The envelope: all hints of a router about one request."""
 
     protocol_version: _Word
     message_id: _Word = ""
@@ -38,7 +38,7 @@ class KvHints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Action(Protocol):
-    """An action in the type of any engine."""
+    """An action, of tierkv's, vLLM's or SGLang's own type."""
 
     @property
     def action_type(self) -> str: ...
@@ -48,7 +48,7 @@ class Action(Protocol):
 
 
 class Envelope(Protocol):
-    """An envelope in the type of any engine."""
+    """An envelope, of tierkv's, vLLM's or SGLang's own type."""
 
     @property
     def protocol_version(self) -> str: ...
@@ -58,7 +58,7 @@ class Envelope(Protocol):
 
 
 def count_fetches(hints: Envelope) -> int:
-    """Return the number of actions to fetch the prompt; all other actions are unknown."""
+    """Return the number of actions in `hints` that ask to fetch the request's prompt."""
     if hints.protocol_version != _PROTOCOL:
         return 0
     return sum((one.action_type, one.action_version) == _FETCH for one in hints.actions)
@@ -68,8 +68,8 @@ class HintCounts:
     """Counts of the actions in the hints that a node has received.
 
     Attributes:
-        num_followed: Number of actions to fetch a prompt.
-        num_ignored: Number of actions of unknown types, versions or protocols.
+        num_followed: number of actions that asked to fetch a prompt.
+        num_ignored: number of actions of unknown types, versions or protocols.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class HintCounts:
         self.num_ignored = 0
 
     def note(self, hints: Envelope) -> bool:
-        """Count the actions, and return whether one of them is to fetch the prompt."""
+        """Count the actions of `hints`; return True if one of them asks to fetch the prompt."""
         num_fetches = count_fetches(hints)
         self.num_followed += num_fetches
         self.num_ignored += len(hints.actions) - num_fetches
