@@ -1,13 +1,10 @@
-"""An event loop in a thread, for programs that have no event loop of their own.
-
-All such threads of tierkv are made here.
-"""
+"""An event loop in a thread, for programs that have no event loop of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures.thread  # noqa: F401 - its exit hook must be older: see the end
+import concurrent.futures.thread  # noqa: F401 - registers an exit hook: see the end
 import logging
 import os
 import threading
@@ -30,29 +27,26 @@ log = logging.getLogger(__name__)
 
 
 class LoopClosedError(ShuttingDownError):
-    """The loop's thread takes no work: it is not open, is closing, or is in the parent process."""
-
-
-def _ignore(_: BaseException | None) -> None:
-    """Do nothing with the error."""
+    """The thread accepts no work: it is not open, is closing, or belongs to the parent process."""
 
 
 class LoopThread:
     """A daemon thread with an event loop that runs from `open` until `close`.
 
-    Every method may be called from any thread. The child of a fork does not have the thread, so it
-    refuses all work there. When the interpreter exits, the thread is closed first, while thread
-    pools still work.
+    Every method may be called from any thread. The child of a fork has no such thread, so all work
+    is refused there. At the interpreter's exit, the thread is closed before Python shuts its thread
+    pools down.
 
     Args:
-        what: noun for the thread in messages, such as "page storage".
-        lifetime: makes the context manager that the loop enters at `open` and leaves at `close`.
+        what: noun for the thread in error messages, such as "page storage".
+        lifetime: makes the context manager that the loop enters at `open` and exits at `close`.
         name: name of the thread.
-        close_s: seconds that `close` waits by default.
-        grace_s: seconds that work under way may go on at `close` before it is cancelled; None for
-            as long as it takes.
-        on_end: called last on the thread, with the error that ended it.
-        on_fork: called in the child of a fork.
+        close_s: seconds that `close` waits for the thread to end, if its caller sets no other
+            limit.
+        grace_s: seconds that running work may continue after `close` before it is cancelled; None
+            for no limit.
+        on_end: called last on the thread, with the error that ended it; None for no error.
+        on_fork: called in the child process after a fork.
     """
 
     def __init__(  # noqa: PLR0913 - a lifetime, its names and its limits
@@ -63,7 +57,7 @@ class LoopThread:
         name: str,
         close_s: float,
         grace_s: float | None = None,
-        on_end: Callable[[BaseException | None], None] = _ignore,
+        on_end: Callable[[BaseException | None], None] = lambda _: None,
         on_fork: Callable[[], None] = lambda: None,
     ) -> None:
         self._what = what
@@ -85,17 +79,17 @@ class LoopThread:
         self._is_forked = False
 
     def open(self, timeout_s: float) -> bool:
-        """Start the thread, and wait until its lifetime has been entered.
+        """Start the thread, and wait until it has entered its lifetime.
 
         Args:
-            timeout_s: seconds to wait; if they pass, the thread begins to close.
+            timeout_s: seconds to wait. If they pass, the thread begins to close.
 
         Returns:
-            True if the thread accepts work now.
+            True if the thread accepts work now; False if the time was not enough.
 
         Raises:
-            ConfigError: the thread was opened before.
-            BaseException: the error that prevented the lifetime from being entered.
+            ConfigError: the thread was opened before, or the system cannot start another thread.
+            BaseException: the error that the lifetime raised when it was entered.
         """
         if self._thread is not None:
             raise ConfigError(
@@ -112,16 +106,17 @@ class LoopThread:
         return True
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Refuse further work, wait for work under way, and leave the lifetime.
+        """Refuse further work, wait for running work, and exit the lifetime.
 
-        May be called again.
+        Further calls wait again.
 
         Args:
             timeout_s: seconds to wait; None for the `close_s` of this thread.
 
         Returns:
-            True if the thread has ended; if not, it ends after the wait. True at once on the thread
-                itself, in the child of a fork, and if the thread was never opened.
+            False if the thread is still closing after the wait; True if it has ended. Also True,
+                without a wait, on the thread itself, in the child of a fork, and if the thread was
+                never opened.
         """
         self.ask_to_close()
         if self._thread is None or self._is_forked or self._thread is threading.current_thread():
@@ -143,15 +138,15 @@ class LoopThread:
         return self._accepts_work
 
     def pop_error(self) -> BaseException | None:
-        """Return the error that ended the thread; None at further calls."""
+        """Return the error that ended the thread, once; further calls return None."""
         error, self._error = self._error, None
         return error
 
     def call(self, callback: Callable[[], object]) -> bool:
-        """Run `callback` on the loop soon.
+        """Make the loop run `callback` soon, and return at once.
 
         Returns:
-            False if there is no loop: `callback` will not run.
+            False if the loop does not run, so that `callback` is never called.
         """
         loop = self._loop
         if loop is None:
@@ -163,12 +158,11 @@ class LoopThread:
         return True
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `work` in a task on the loop.
+        """Start `work` in a task on the loop, and return the future of its result.
 
         Returns:
-            A future that is always done in the end. Cancelling the future cancels `work`. The
-                future raises LoopClosedError if the thread accepts no work, or ends before `work`
-                does.
+            The future. It raises LoopClosedError if the thread accepts no work, or ends before
+                `work` does; it never stays unfinished. Cancelling the future cancels `work`.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -251,16 +245,14 @@ class LoopThread:
     # Forks and the interpreter's exit
 
     def forked(self) -> None:
-        """Refuse all work in the child of a fork.
-
-        The lock is replaced, not taken: a thread of the parent may have held it.
-        """
+        """Mark the thread as closed; called in the child of a fork, which has no such thread."""
         self._is_forked, self._accepts_work, self._loop = True, False, None
+        # A new lock: a thread of the parent may hold the old one, which is then never released.
         self._lock, self._pending = threading.Lock(), {}
         self._on_fork()
 
     def exiting(self) -> None:
-        """Close at the interpreter's exit, before the thread pools that closing needs are ended."""
+        """Close at the interpreter's exit, while the thread pools that closing needs still run."""
         if not self.close():
             log.warning(
                 "this %s is still open at the exit of the process: close it before", self._what
@@ -268,10 +260,7 @@ class LoopThread:
 
 
 async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, Exception | None]:
-    """Return the result of `work` and None, or None and its error.
-
-    The error is raised to the caller of `LoopThread.run`, and not in the task group.
-    """
+    """Return (result, None), or (None, error) so that the error does not cancel the task group."""
     try:
         return await work, None
     except Exception as error:  # noqa: BLE001 - the future raises it
@@ -293,11 +282,9 @@ def _exit() -> None:
 
 
 def _before_thread_pools_end(call: Callable[[], None]) -> None:
-    """Register `call` to run at exit before concurrent.futures ends its thread pools.
-
-    `atexit` is too late for that. The hook that concurrent.futures.thread uses runs callbacks in
-    reverse order of registration, and this module imports that one first.
-    """
+    """Register `call` to run at exit before concurrent.futures ends its thread pools."""
+    # `atexit` is too late for that. These hooks run in reverse order of registration, and the import
+    # above has registered the hook of the thread pools before.
     early: Callable[[Callable[[], None]], object] | None = vars(threading).get("_register_atexit")
     (early or atexit.register)(call)
 

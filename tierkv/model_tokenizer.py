@@ -23,7 +23,7 @@ class _Encoded(Protocol):
 
 
 class _Vocabulary(Protocol):
-    """The used part of the class `Tokenizer` of the package `tokenizers`."""
+    """The methods used of the class `Tokenizer` in the package `tokenizers`."""
 
     def encode(self, sequence: str, *, add_special_tokens: bool) -> _Encoded: ...
 
@@ -36,21 +36,21 @@ class _Template(Protocol):
     def render(self, **names: object) -> str: ...
 
 
-_SPECIAL_TYPES = (3, 4)  # of GGUF: control tokens, and tokens that a user defined
+_SPECIAL_TYPES = (3, 4)  # token types of GGUF: control tokens, and user-defined tokens
 _GPT2_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 _LATER_WORDS = (
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS|"""
     r""" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
-# Names of llama.cpp and the pattern of a word. Digits of "smollm" are words of their own.
+# The pattern of a word, by llama.cpp's name of the pre-tokenizer. In "smollm" each digit is a word.
 _WORDS = {
     "gpt-2": _GPT2_WORDS,
     "llama-bpe": _LATER_WORDS.replace("DIGITS", r"\p{N}{1,3}"),
     "qwen2": _LATER_WORDS.replace("DIGITS", r"\p{N}"),
     "smollm": _GPT2_WORDS,
 }
-_CONTEXT_TOKENS = 6  # tokens of the prompt: enough for a word that begins before the answer
-_MAX_HELD_TOKENS = 16  # tokens without whole text; a character of UTF-8 has up to 4 bytes
+_CONTEXT_TOKENS = 6  # prompt tokens decoded with the answer, whose first word may begin there
+_MAX_HELD_TOKENS = 16  # tokens that may wait for a whole character, which has up to 4 bytes
 
 
 def read_tokenizer(path: Path) -> ModelTokenizer:
@@ -100,13 +100,13 @@ def read_tokenizer(path: Path) -> ModelTokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if there is no such file.
+    """Read a JSON file that contains one object.
 
     Returns:
-        The object.
+        The object; {} if the file does not exist.
 
     Raises:
-        ConfigError: the file cannot be read, or does not hold an object.
+        ConfigError: the file cannot be read, or contains something else.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -176,12 +176,13 @@ class ModelTokenizer:
     """The `Tokenizer` of one model.
 
     Args:
-        path: the model, for messages.
+        path: path of the model, for error messages.
         vocabulary: a `Tokenizer` of the package `tokenizers`.
         stop_tokens: tokens that end an answer.
-        template: the Jinja template of the model's chats; None without one.
-        special: texts by the name that a template may use, such as `bos_token`.
-        vocab_size: number of rows of the model's embedding, used if it is above the vocabulary's.
+        template: Jinja template that turns a chat into text; None if the model has none.
+        special: texts of special tokens, by the name that the template uses, such as `bos_token`.
+        vocab_size: number of rows of the model's embedding; the size of the vocabulary is used
+            instead if it is larger.
 
     Raises:
         ConfigError: the template cannot be read, or the package `jinja2` is not installed.
@@ -207,11 +208,14 @@ class ModelTokenizer:
         self._template = None if template is None else _template(path, template)
 
     def encode(self, text: str) -> bytes:
-        """See `Tokenizer.encode`; names of special tokens in the text become these tokens."""
+        """Return the packed tokens of `text`; the name of a special token becomes that token.
+
+        Raises:
+            BadRequestError: the text cannot be encoded as UTF-8.
+        """
         return self._encode(text, adds_special=True)
 
     def encode_chat(self, messages: Messages) -> bytes:
-        """See `Tokenizer.encode_chat`."""
         if self._template is None:
             raise BadRequestError("the model has no chat template: send a completion instead")
         template_error = importlib.import_module("jinja2").TemplateError
@@ -236,40 +240,39 @@ class ModelTokenizer:
         return np.array(ids, "<i4").tobytes()
 
     def fewest_tokens(self, text: str) -> int:
-        """See `Tokenizer.fewest_tokens`."""
         return len(text) // self._max_characters
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """See `Tokenizer.decode`; special tokens have no text."""
+        """Return the text of `tokens`, without special tokens.
+
+        Raises:
+            BadRequestError: a token is not in [0, vocab_size).
+        """
         ids = [int(token) for token in tokens]
         if not all(0 <= token < self.vocab_size for token in ids):
             raise BadRequestError(f"a token of this model must be in 0..{self.vocab_size - 1}")
         return str(self._vocabulary.decode(ids, skip_special_tokens=True))
 
     def token_text(self, token: int) -> str:
-        """See `Tokenizer.token_text`."""
         # Some vocabularies drop a space at the beginning of a text, and another token precedes it.
         before = self._vocabulary.decode(self._letter, skip_special_tokens=False)
         both = self._vocabulary.decode([*self._letter, token], skip_special_tokens=False)
         return both[len(before) :]
 
     def decoder(self, before: bytes) -> TextDecoder:
-        """See `Tokenizer.decoder`."""
         known = unpack(before[-4 * _CONTEXT_TOKENS :]).tolist()
         return _Pieces(self, known, len(known))
 
 
 @dataclass(slots=True)
 class _Pieces:
-    """The `TextDecoder` of a model: decodes a window of the last tokens.
-
-    The text of a token may depend on the tokens before it, so these are decoded again each time.
+    """A `TextDecoder` that decodes each token together with the tokens before it.
 
     Attributes:
         tokenizer: the tokenizer.
-        ids: the window: first the tokens with text that has been returned, then the new ones.
-        num_read: number of the former.
-        stops: tokens without text, which end an answer.
+        ids: the last tokens: first `num_read` tokens whose text was returned, then new ones.
+        num_read: number of tokens at the start of `ids` whose text was returned.
+        stops: tokens that end an answer, and have no text.
     """
 
     tokenizer: ModelTokenizer
@@ -303,7 +306,7 @@ class _Pieces:
 
 
 def _template(path: Path, text: str) -> _Template:
-    """Compile a chat template, with the functions that templates of models use."""
+    """Compile a chat template, and add the functions that model authors expect in it."""
     jinja2 = optional("jinja2", path)
     sandbox = importlib.import_module("jinja2.sandbox").ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

@@ -1,4 +1,4 @@
-"""Counts of a service, timelines of its last requests, and a recount that finds errors."""
+"""Statistics of a service, timelines of its last requests, and a check of its bookkeeping."""
 
 from __future__ import annotations
 
@@ -30,7 +30,21 @@ from tierkv.transfer.storage_io import StorageIO, StorageStats
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """A snapshot of everything that is counted."""
+    """A snapshot of all statistics of a service. Totals count from the start of the service.
+
+    Attributes:
+        device, host: numbers of used and free slots of the tier.
+        running_requests: number of admitted requests that have not ended.
+        waiting_requests: number of requests that wait for their admission.
+        requests: totals of all requests.
+        tiers: totals of evictions and offloads.
+        storage: totals of the storage tier; None if there is none.
+        loaded_bytes: total bytes copied from host to device.
+        offloaded_bytes: total bytes copied from device to host.
+        load_layers: arrival times of the layers of loads.
+        handoff: totals of published and claimed prompts.
+        decisions: totals of missing blocks by the way they were obtained.
+    """
 
     device: PoolStats
     host: PoolStats
@@ -47,17 +61,17 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """The number of a prompt's leading tokens that are cached, by tier.
+    """Numbers of cached tokens of a prompt, from its start on, by tier.
 
-    The device has the first tokens, the host the next ones, storage those after them. A partly
-    equal block or tail counts up to the first token that differs. A request that must compute at
-    least one token finds one token less.
+    Each token counts once: first come the tokens on the device, then those on the host, then those
+    in storage. If only the first tokens of a cached block equal the prompt's, these tokens count. A
+    request that must compute at least one token can use one token less.
 
     Attributes:
-        num_tokens: tokens of the prompt.
-        device_tokens: tokens on the device.
-        host_tokens: further tokens on the host.
-        storage_tokens: further tokens in storage; None if the store did not answer.
+        num_tokens: number of tokens of the prompt.
+        device_tokens: number of leading tokens, on the device.
+        host_tokens: number of further tokens, on the host.
+        storage_tokens: number of further tokens, in storage; None if the store did not answer.
     """
 
     num_tokens: int
@@ -67,34 +81,38 @@ class Lookup(msgspec.Struct, frozen=True):
 
 
 class Moment(StrEnum):
-    """A moment of a request, in order of time; a request may skip some."""
+    """A point in the life of a request. Members are in order of time; a request may skip some."""
 
     BEGAN = "began"
-    TICKET = "ticket"  # the ticket of a claim has arrived
-    MATCHED = "matched"  # its cached blocks are known; part of the admission without storage
-    FETCHED = "fetched"  # its blocks in storage were brought to the host, or given up
-    ADMITTED = "admitted"  # it has its blocks: the queue is behind it, and loads are under way
-    LOADED = "loaded"  # its blocks from lower tiers are on the device
-    COMPUTED = "computed"  # the whole prompt is computed, and the first token known
+    TICKET = "ticket"  # the claim has read its ticket
+    MATCHED = "matched"  # the cached blocks are known; only if storage was asked
+    FETCHED = "fetched"  # the fetch from storage to the host has ended, or was given up
+    ADMITTED = "admitted"  # the request has its device blocks, and loads have begun
+    LOADED = "loaded"  # all loads of the request have ended
+    COMPUTED = "computed"  # the prompt is computed, and the first token is known
     ENDED = "ended"
 
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """The record of one request, without its tokens.
+    """The record of one request, for the node's page.
 
     Attributes:
-        number: number of the request since the start of the service.
+        number: number of the request, counted from 1 at the start of the service.
         request_id: id of the request.
-        space: name of the space of its prompt.
+        space: name of the space of its prompt (the part of the index for one fingerprint).
         prompt_tokens: number of tokens of its prompt.
-        prompt: kept to explain the request again; None once it has been dropped to save memory.
-        moments: seconds on the monotonic clock, which is finer than the loop's.
-        version: grows with each change of any record.
-        matched, missed, missed_since: see `Request`.
-        new_tokens: number of generated tokens that were committed.
-        problem: the reason why the request was refused; "" if it was not.
-        session_id: the session that the request is a turn of; "" without one.
+        prompt: the prompt, which is needed to explain its hits again; None after it was dropped to
+            save memory.
+        moments: time of each moment, in seconds of `time.monotonic()`.
+        version: value of `Timelines.version` at the last change of this record.
+        matched: numbers of cached prompt tokens at the admission, by tier.
+        missed: the reason why a part of the prompt was not cached, one of `admission.MISS_REASONS`;
+            "" if all of it was.
+        missed_since: the event that removed the first missing block; None if unknown.
+        new_tokens: number of committed tokens after the prompt.
+        problem: the reason why the request was not admitted; "" if it was.
+        session_id: id of the session (conversation) that the request is a turn of; "" for none.
     """
 
     number: int
@@ -115,15 +133,15 @@ class Timeline:
 class Timelines:
     """The records of the last requests, and the prompts of the newest of them.
 
-    Prompts are kept up to `max_bytes` bytes of tokens in total; older requests lose their prompt,
-    but not their record.
+    The kept prompts have at most `max_bytes` bytes of tokens in total. Older records lose their
+    prompt.
 
     Args:
-        max_requests: number of records to keep.
-        max_bytes: most bytes of prompts.
+        max_requests: largest number of records.
+        max_bytes: largest number of bytes of all prompts' tokens.
 
     Attributes:
-        version: version of the newest change; see `since`.
+        version: number of changes of all records so far; `since` returns later changes.
     """
 
     def __init__(self, max_requests: int = 128, max_bytes: int = 16 << 20) -> None:
@@ -139,7 +157,7 @@ class Timelines:
         """Add the record of a new request, and return it."""
         prompt = spec.prompt
         self._num_begun += 1
-        one = Timeline(
+        timeline = Timeline(
             self._num_begun,
             spec.request_id,
             prompt.space,
@@ -147,8 +165,8 @@ class Timelines:
             prompt,
             session_id=spec.session_id,
         )
-        self._kept.append(one)
-        self._with_prompt.append(one)
+        self._kept.append(timeline)
+        self._with_prompt.append(timeline)
         self._num_bytes += len(prompt.tokens)
         if len(self._kept) > self._max_requests:
             self._kept.popleft()
@@ -157,52 +175,55 @@ class Timelines:
             assert oldest.prompt is not None, "it is dropped here only"
             self._num_bytes -= len(oldest.prompt.tokens)
             oldest.prompt = None
-        self.mark(one, Moment.BEGAN)
-        return one
+        self.mark(timeline, Moment.BEGAN)
+        return timeline
 
-    def mark(self, one: Timeline, moment: Moment, at: float | None = None) -> None:
-        """Record the time of a moment in the life of a request.
+    def mark(self, timeline: Timeline, moment: Moment, at: float | None = None) -> None:
+        """Record the time of a moment in the life of a request, unless it is recorded already.
 
-        Only the first of each kind counts, since recovery admits a request twice.
+        A recovery admits the request again; the times of the first admission stay.
 
         Args:
-            one: the record of the request.
-            moment: the kind of moment.
-            at: seconds on the monotonic clock; None for now.
+            timeline: the record of the request.
+            moment: the moment.
+            at: time of the moment, in seconds of `time.monotonic()`; None for now.
         """
-        if moment not in one.moments:
-            one.moments[moment] = time.monotonic() if at is None else at
+        if moment not in timeline.moments:
+            timeline.moments[moment] = time.monotonic() if at is None else at
             self.version += 1
-            one.version = self.version
+            timeline.version = self.version
 
-    def admitted(self, one: Timeline, request: Request) -> None:
+    def admitted(self, timeline: Timeline, request: Request) -> None:
         """Record that the request has its blocks, and how much of its prompt was cached.
 
         Args:
-            one: the record of the request.
+            timeline: the record of the request.
             request: the admitted request.
         """
-        one.matched = request.matched
-        one.missed, one.missed_since = request.missed, request.missed_since
+        timeline.matched = request.matched
+        timeline.missed, timeline.missed_since = request.missed, request.missed_since
         if request.ticket_at:
-            self.mark(one, Moment.TICKET, request.ticket_at)
+            self.mark(timeline, Moment.TICKET, request.ticket_at)
         if request.fetched_at:
-            self.mark(one, Moment.MATCHED, request.matched_at)
-            self.mark(one, Moment.FETCHED, request.fetched_at)
-        self.mark(one, Moment.ADMITTED)
+            self.mark(timeline, Moment.MATCHED, request.matched_at)
+            self.mark(timeline, Moment.FETCHED, request.fetched_at)
+        self.mark(timeline, Moment.ADMITTED)
         span = tracing.context()
         for movement in request.loads:
-            movement.when_ended(lambda: self._loaded(one, request, span))
+            movement.when_ended(lambda: self._loaded(timeline, request, span))
 
-    def _loaded(self, one: Timeline, request: Request, span: Context | None) -> None:
+    def _loaded(self, timeline: Timeline, request: Request, span: Context | None) -> None:
         if all(movement.has_ended for movement in request.loads):
-            self.mark(one, Moment.LOADED)
+            self.mark(timeline, Moment.LOADED)
             if span is not None:
                 num_bytes = sum(movement.num_bytes for movement in request.loads)
-                span.run(tracing.record, "load", one.moments[Moment.ADMITTED], bytes=num_bytes)
+                span.run(tracing.record, "load", timeline.moments[Moment.ADMITTED], bytes=num_bytes)
 
     def since(self, version: int) -> list[Timeline]:
-        """Return the records that have changed after `version`, the oldest first."""
+        """Return the records that changed after `version`, a former `self.version`.
+
+        Oldest request first.
+        """
         return [one for one in self._kept if one.version > version]
 
     def find(self, number: int) -> Timeline | None:
@@ -210,17 +231,21 @@ class Timelines:
 
 
 class Prefix(msgspec.Struct, array_like=True):
-    """A run of blocks in the tree of cached blocks, with the totals of all runs below it.
+    """A run (consecutive blocks of one path in the tree of cached blocks), with totals below it.
 
     Attributes:
-        parent: position in the list; -1 for the first run of a space.
+        parent: position of the run before it in the list that `prefixes` returns; -1 for the first
+            run of a space.
+        space: name of its space (the part of the index for one fingerprint).
         depth: number of runs above it.
-        start: number of its first block in its prompts.
+        start: index in the prompt of the run's first block.
         blocks: number of blocks of the run itself.
         device: number of its blocks on the device.
-        host: number of its blocks on the host alone.
-        stored: number of its blocks known to be in storage.
-        total: number of blocks of the run and of all runs below.
+        host: number of its blocks on the host but not on the device.
+        stored: number of its blocks that were written to storage.
+        hits: number of requests that have reused the run.
+        is_held: True if a lease protects the run or a run below it.
+        total: number of blocks of the run and of all runs below it.
     """
 
     parent: int
@@ -236,20 +261,23 @@ class Prefix(msgspec.Struct, array_like=True):
     total: int = 0
 
 
-_MAX_RUNS = 50_000  # runs that `prefixes` looks at; 2 us each
+_MAX_RUNS = 50_000  # largest number of runs that `prefixes` reads; 2 us each
 _RUNS_AT_ONCE = 128
 _MAX_DEPTH = 12
-_MIN_SHARE = 1 / 300  # share of all blocks from which a run is reported: a few pixels wide
+_MIN_SHARE = 1 / 300  # share of all blocks; smaller runs are too narrow to be drawn
 
 
 async def prefixes(index: Index) -> tuple[list[Prefix], int]:
-    """Return the largest prefixes in the tree of cached blocks, parents before children.
+    """Return the largest runs of the tree of cached blocks, parents before children.
 
-    The event loop runs other tasks in between, so the result may mix states from before and after a
-    change.
+    The event loop runs other tasks in between, so the result may be partly from before a change and
+    partly from after it.
+
+    Args:
+        index: the index of all blocks.
 
     Returns:
-        The prefixes, and the number of tree nodes that were looked at.
+        The runs, and the number of all runs that were read, at most 50,000.
     """
     found: list[Prefix] = []
     pending = [(child, -1, 0) for root in index.spaces.roots() for child in root.children.values()]
@@ -293,16 +321,13 @@ def _largest(found: list[Prefix]) -> list[Prefix]:
 
 
 def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff: Handoff) -> Stats:
-    """Return a snapshot of all counts.
+    """Return a snapshot of all statistics.
 
     Args:
-        scheduler: the requests and tiers.
-        mover: the copies between host and device.
-        storage: the storage tier; None if there is none.
-        handoff: the published and claimed prompts.
-
-    Returns:
-        The snapshot.
+        scheduler: counts requests and tiers.
+        mover: counts copies between host and device.
+        storage: counts the storage tier; None if there is none.
+        handoff: counts published and claimed prompts.
     """
     tiers = scheduler.tiers
     return Stats(
@@ -329,16 +354,16 @@ def verify(
     *,
     num_leases: int = 0,
 ) -> list[str]:
-    """Check the invariants of a service: recount leases, slots and states of blocks.
+    """Check the bookkeeping of a service: recount its leases, slots and states of blocks.
 
-    While requests or copies are under way, only part of it can be checked.
+    While requests, copies or fetches are under way, leases are not recounted.
 
     Args:
         scheduler: the requests and tiers.
         mover: the copies between host and device.
         fetcher: the fetches from storage.
         handoff: the published and claimed prompts.
-        num_leases: number of leases that callers hold.
+        num_leases: number of leases that callers of the service have acquired and not released.
 
     Returns:
         A sentence for each violation; [] for none.

@@ -1,7 +1,7 @@
-"""Tasks that end with the body of a `with`, deadlines, and waits that treat a cancel specially.
+"""Task groups, background tasks, deadlines, and waits with rules of their own for a cancel.
 
-Some waits here go on despite a cancel until the work has ended; others end at once, while the work
-still goes on.
+After a cancel, `outlast` continues to wait until the work has ended. `abandonable` stops waiting at
+once, although the work may still run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ U = TypeVar("U")
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 
-# Failures of supervised tasks since the process began, by the task's name.
+# Number of failures of supervised tasks since the process began, by the name of the task.
 failures: Counter[str] = Counter()
 
 OnFailure = Callable[[str, BaseException], None]
@@ -35,12 +35,13 @@ _on_failure: ContextVar[OnFailure | None] = ContextVar("tierkv_on_failure", defa
 
 @contextmanager
 def failures_reported_to(on_failure: OnFailure) -> Iterator[None]:
-    """Make task groups that are entered in the body report an unexpected error at once.
+    """Call `on_failure` as soon as a task of a `task_group` fails with an unexpected error.
 
-    A group itself raises the error only when all its tasks have ended.
+    This applies to groups that are entered inside the body. A group itself raises an error only
+    after all of its tasks have ended. A TierKVError is expected, and not reported.
 
     Args:
-        on_failure: receives the name of the task and its error.
+        on_failure: called with the name of the task and its error.
     """
     _on_failure.set(on_failure)
     try:
@@ -63,7 +64,6 @@ class _ReportingGroup(asyncio.TaskGroup):
         name: str | None = None,
         context: Context | None = None,
     ) -> asyncio.Task[T]:
-        """See `asyncio.TaskGroup.create_task`."""
         task = super().create_task(coro, name=name, context=context)
         task.add_done_callback(self._finished)
         return task
@@ -78,17 +78,15 @@ class _ReportingGroup(asyncio.TaskGroup):
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Enter a TaskGroup that raises an error itself, not an exception group with one error.
-
-    If several tasks fail with a TierKVError, the first is raised: for example, a lost connection
-    fails all tasks that wait for it at once.
+    """Enter a TaskGroup that raises the error of a failed task, not an exception group.
 
     Yields:
         The group.
 
     Raises:
-        TierKVError: the first error, if all failed tasks raised one.
-        BaseExceptionGroup: all errors, if several tasks failed unexpectedly.
+        BaseException: the error, if only one task failed, or only the body.
+        TierKVError: the first error, if several tasks failed, all with a TierKVError.
+        BaseExceptionGroup: all errors, if several tasks failed, and not all with a TierKVError.
     """
     report = _on_failure.get()
     try:
@@ -105,9 +103,12 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 @asynccontextmanager
 async def background(work: dict[str, Coroutine[None, None, None]]) -> AsyncIterator[None]:
-    """Run coroutines, as tasks of the given names, until the body ends; then cancel them.
+    """Run coroutines as tasks until the body ends, then cancel them.
 
-    A task that fails cancels the body.
+    If a task fails, the body is cancelled, and the task's error is raised.
+
+    Args:
+        work: the coroutines, by the name of their task.
     """
     async with task_group() as group:
         tasks = [group.create_task(coro, name=name) for name, coro in work.items()]
@@ -122,12 +123,15 @@ async def background(work: dict[str, Coroutine[None, None, None]]) -> AsyncItera
 async def supervised(
     work: dict[str, Callable[[], Coroutine[None, None, None]]],
 ) -> AsyncIterator[None]:
-    """Run coroutine functions, as tasks of the given names, until the body ends.
+    """Run functions as tasks until the body ends, and restart a task that fails.
 
-    For tasks that the body can do without: hints, publishers of events, probes, renewals,
-    prefetches. A task that raises any error is logged, counted in `failures`, and started again
-    after a pause of 0.5 s, which doubles up to 30 s. Neither the body nor the service sees the
-    error, except for an AssertionError: it means that our own state is wrong, and cancels the body.
+    This is for work that the body can do without, such as probes and prefetches. An error is
+    logged, counted in `failures`, and not raised; the function is called again after a pause of 0.5
+    s, which doubles up to 30 s. Only an AssertionError, which means that tierkv's own state is
+    wrong, cancels the body and is raised. A task that returns is not restarted.
+
+    Args:
+        work: the coroutine functions, by the name of their task.
     """
     async with background({name: _supervise(name, start) for name, start in work.items()}):
         yield
@@ -162,13 +166,14 @@ async def _supervise(name: str, start: Callable[[], Coroutine[None, None, None]]
 
 
 class deadline:  # noqa: N801 - as contextlib.suppress; a generator took 5 us more
-    """A scope that raises the error made by `late` if its body takes longer than `seconds`.
+    """An async context manager that raises `late()` if its body takes longer than `seconds`.
 
-    A TimeoutError of the body passes unchanged.
+    A TimeoutError that the body raises itself passes unchanged.
 
     Args:
-        seconds: the time limit; None for none, until the yielded `asyncio.Timeout` is given one.
-        late: makes the error.
+        seconds: the time limit; None for no limit. The body can change the limit through the
+            `asyncio.Timeout` that `async with` provides.
+        late: makes the error to raise.
     """
 
     __slots__ = ("_late", "_scope")
@@ -197,14 +202,14 @@ async def outlast(
 ) -> None:
     """Wait until all futures are done, even if the caller is cancelled.
 
-    A cancel is raised afterwards.
+    A cancel is raised after the wait. Results and errors of the futures are not returned or raised.
 
     Args:
         futures: the futures to wait for.
-        on_cancel: called at each cancel.
+        on_cancel: called at each cancel during the wait.
 
     Raises:
-        CancelledError: the caller was cancelled while it waited.
+        CancelledError: the caller was cancelled during the wait.
     """
     cancelled: asyncio.CancelledError | None = None
     while pending := {future for future in futures if not future.done()}:
@@ -221,18 +226,15 @@ async def outlast(
 
 
 async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
-    """Run two awaitables at the same time.
+    """Run two awaitables at the same time, and return both results.
 
     Args:
         first: an awaitable.
-        second: another one.
-
-    Returns:
-        Both results.
+        second: another awaitable.
 
     Raises:
-        TierKVError: one of them failed. The error is raised when both have ended; that of `first`
-            wins.
+        TierKVError: an awaitable failed. The error is raised after both have ended; if both failed,
+            it is that of `first`.
     """
     async with task_group() as group:
         beside = group.create_task(expected(second))
@@ -246,9 +248,9 @@ async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
 
 
 async def expected(work: Awaitable[T]) -> T | TierKVError:
-    """Return the result of `work`, or the TierKVError that it raised.
+    """Return the result of `work`, or the TierKVError that it raises.
 
-    As the error is not raised in a task, it does not cancel the task's group.
+    The error is returned, not raised, so that it does not cancel the task group of the caller.
     """
     try:
         return await work
@@ -257,7 +259,7 @@ async def expected(work: Awaitable[T]) -> T | TierKVError:
 
 
 class _Start(Protocol):
-    """The signature of a function that starts a task, such as TaskGroup.create_task."""
+    """A function that starts a task, such as `TaskGroup.create_task`."""
 
     def __call__(
         self, work: Coroutine[None, None, None], /, *, name: str
@@ -271,24 +273,23 @@ async def abandonable(
     *,
     ended: Callable[[], TierKVError] = lambda: ShuttingDownError("this node is shutting down"),
 ) -> T:
-    """Run `work()` in a task of another owner, and wait for its outcome.
+    """Run `work()` in a task of another task group, and wait for its result.
 
-    A cancel ends the wait at once. It is passed to `work` too, which may take longer to end: a
-    thread in a system call on a disk that hangs cannot be cancelled, and the memory that it uses
-    stays in use until then.
+    If the caller is cancelled, its wait ends at once. The task is cancelled too, but may end later:
+    a thread that waits for a hanging disk cannot be cancelled, and still uses its memory.
 
     Args:
-        start: starts the task in its owner's group.
+        start: starts the task in the other group, such as its `create_task`.
         work: makes the awaitable to run.
         name: name of the task.
-        ended: makes the error to raise if the task ends without an outcome, for example because its
+        ended: makes the error to raise if the task ends without a result, for example because its
             group is cancelled.
 
     Returns:
         The result of `work()`.
 
     Raises:
-        TierKVError: the error of `work()`, or of `ended`.
+        TierKVError: the error of `work()`, or the error that `ended` makes.
     """
     outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -315,11 +316,10 @@ async def abandonable(
 
 
 def run_until_stopped(work: Coroutine[object, object, T]) -> T:
-    """Run `work` as `asyncio.run` does, for a command that Ctrl-C may stop.
+    """Run `work` as `asyncio.run` does, and cancel it at Ctrl-C, between two callbacks of the loop.
 
-    Ctrl-C cancels `work` between two callbacks of the loop. `asyncio.run` (3.11 to 3.14) does so
-    inside a callback, which fails with a traceback of its own if it then completes a future that
-    was cancelled.
+    With `asyncio.run` of Python 3.11 to 3.14, Ctrl-C may interrupt a callback, which then fails
+    with a traceback of its own.
 
     Returns:
         The result of `work`.

@@ -1,4 +1,4 @@
-"""Threads that are started early, so that a process at its limit of threads loses no work later."""
+"""Threads that are started in advance, so that a limit of threads cannot fail work later."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tierkv.errors import ConfigError
 
 T = TypeVar("T")
 
-_NUM_ASIDE = 8  # for short waits: files, certificates, clients that read packages
-_NUM_OF_LIBUV = 4
+_NUM_ASIDE = 8  # for short blocking calls, such as reading files and certificates
+_NUM_OF_LIBUV = 4  # number of threads that libuv starts
 
 
 class Threads(ThreadPoolExecutor):
-    """A pool that starts all its threads when it is made, so that no later `submit` can fail.
+    """A thread pool that starts all its threads at once, so that no later `submit` can fail.
 
     Args:
         num_threads: number of threads.
-        name: prefix of their names.
+        name: prefix of the threads' names.
 
     Raises:
-        ConfigError: the system starts no further thread.
+        ConfigError: the system cannot start so many threads.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -56,7 +56,7 @@ def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
         The thread.
 
     Raises:
-        ConfigError: the system starts no further thread.
+        ConfigError: the system cannot start another thread.
     """
     thread = threading.Thread(target=target, name=name, daemon=True)
     try:
@@ -67,14 +67,11 @@ def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
 
 
 def no_thread(name: str, error: RuntimeError) -> ConfigError:
-    """Return the error for a thread that the system does not start.
+    """Return the error to raise if the system cannot start another thread.
 
     Args:
-        name: the purpose of the thread.
-        error: the system's error.
-
-    Returns:
-        The error to raise.
+        name: name of the thread.
+        error: the error that Python raised.
     """
     return ConfigError(
         f"no thread can be started for {name} ({error}; this process has "
@@ -84,7 +81,7 @@ def no_thread(name: str, error: RuntimeError) -> ConfigError:
 
 
 class _Aside:
-    """The threads of `aside`, which every event loop of the process shares."""
+    """The thread pool of `aside`, which all event loops of the process share."""
 
     def __init__(self) -> None:
         self._pool: Threads | None = None
@@ -92,19 +89,16 @@ class _Aside:
 
     @property
     def pool(self) -> Threads:
-        """The threads, started at the first use.
-
-        ConfigError if the system starts no further thread.
-        """
+        """The thread pool, started at its first use."""
         with self._lock:
             if self._pool is None:
                 self._pool = Threads(_NUM_ASIDE, "tierkv-aside")
             return self._pool
 
     def forget(self) -> None:
-        """Start new threads at the next use.
+        """Forget the threads, which do not exist in the child of a fork.
 
-        Called in the child of a fork, which does not have its parent's threads.
+        The next use starts new ones.
         """
         self._pool, self._lock = None, threading.Lock()  # the old lock may be held for ever
 
@@ -114,37 +108,37 @@ os.register_at_fork(after_in_child=_aside.forget)
 
 
 def begin_aside(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work` in a thread, and return the future of its result; see `aside`."""
+    """Run `work` in a thread that was started in advance; return the future of its result.
+
+    Raises:
+        ConfigError: `start_threads` was not called, and the system cannot start another thread.
+    """
     call = partial(copy_context().run, work)
     return asyncio.get_running_loop().run_in_executor(_aside.pool, call)
 
 
 async def aside(work: Callable[..., T], *args: object) -> T:
-    """Run `work(*args)` in a thread that is started already.
+    """Run `work(*args)` in a thread that was started in advance, and return its result.
 
-    `asyncio.to_thread` would start threads at their first use, and needs one more to end; both can
-    fail.
+    `asyncio.to_thread` starts a thread when it is first needed, which may fail.
 
     Args:
         work: the function.
-        args: its arguments.
-
-    Returns:
-        Its result.
+        *args: its arguments.
 
     Raises:
-        ConfigError: `start_threads` was not called, and the system starts no further thread.
+        ConfigError: `start_threads` was not called, and the system cannot start another thread.
     """
     return await begin_aside(partial(work, *args))
 
 
 async def start_threads() -> None:
-    """Start the threads of `aside`, and the threads by which uvloop looks up host names.
+    """Start the threads of `aside`, and those with which uvloop looks up host names.
 
     Raises:
-        ConfigError: the system starts no further thread.
+        ConfigError: the system cannot start so many threads.
     """
-    # libuv starts its own threads at the first use, and ends the process if it cannot.
+    # libuv ends the process if it cannot start its threads, so a pool of as many is tried before.
     trial = Threads(_NUM_OF_LIBUV, "tierkv-lookups")
     await aside(trial.shutdown)
     loop = asyncio.get_running_loop()

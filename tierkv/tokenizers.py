@@ -1,4 +1,4 @@
-"""Tokenizers of engines: text to tokens, and tokens to text, whole or token by token."""
+"""Tokenizers: text to tokens, and tokens to text, all at once or one token at a time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class TextDecoder(Protocol):
-    """Decoder of tokens that come one after another. Joined, the pieces are the whole text."""
+    """A decoder of tokens that arrive one at a time.
+
+    The pieces it returns, joined, are the text.
+    """
 
     def feed(self, token: int) -> str:
         """Return the text that `token` completes; "" while a character is incomplete."""
         ...
 
     def rest(self) -> str:
-        """Return the text of an incomplete character, when no token follows."""
+        """Return the text of an incomplete character. Call it after the last token."""
         ...
 
 
@@ -32,7 +35,7 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocab_size: number of tokens; a token is in [0, vocab_size).
-        stop_tokens: tokens that end an answer. A decoder gives them no text.
+        stop_tokens: tokens that end an answer. A decoder returns no text for them.
     """
 
     @property
@@ -42,22 +45,22 @@ class Tokenizer(Protocol):
     def stop_tokens(self) -> frozenset[int]: ...
 
     def encode(self, text: str) -> bytes:
-        """Return the tokens of `text`, packed as `cache.keys.pack` packs them.
+        """Return the tokens of `text`, as little-endian int32 bytes (packed tokens).
 
         Raises:
-            BadRequestError: the text has no tokens, such as a lone surrogate.
+            BadRequestError: the text cannot be encoded, such as a lone surrogate.
         """
         ...
 
     def encode_chat(self, messages: Messages) -> bytes:
-        """Return the tokens of a chat up to the place where the next answer begins, packed.
+        """Return the packed tokens of a chat, up to the place where the next answer begins.
 
         Args:
             messages: the messages, oldest first.
 
         Raises:
-            BadRequestError: the model has no chat template, the template refuses the messages, or a
-                text has no tokens.
+            BadRequestError: the model has no chat template, the template rejects the messages, or a
+                text cannot be encoded.
         """
         ...
 
@@ -74,25 +77,26 @@ class Tokenizer(Protocol):
         ...
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token in the middle of a text; for a special token, its name.
+        """Return the text of `token` in the middle of a text; for a special token, its name.
 
-        Bytes that are not a whole character become U+FFFD.
+        Bytes that are no whole character become U+FFFD.
         """
         ...
 
     def decoder(self, before: bytes) -> TextDecoder:
-        """Return a decoder for an answer, before its first token.
+        """Return a decoder for the answer to a prompt.
 
         Args:
-            before: the packed tokens that the answer follows.
+            before: the packed tokens of the prompt, on which the text of the first tokens may
+                depend.
         """
         ...
 
 
 class StopFinder:
-    """A search for stop texts in a text that comes in pieces.
+    """A search for stop texts in a text that arrives in pieces.
 
-    The result does not depend on the places where the text is cut.
+    The result does not depend on where the text is cut into pieces.
 
     Args:
         stops: texts that end the answer and are not part of it; none may be empty.
@@ -108,10 +112,10 @@ class StopFinder:
         self.has_stopped = False
 
     def feed(self, text: str) -> str:
-        """Add a piece, and return the text that is certain to be part of the answer.
+        """Add a piece of text, and return the text that is now certain to be part of the answer.
 
-        Text after the first complete stop text is dropped. An end of the text that may begin a stop
-        text is held back.
+        Text that may be the beginning of a stop text is returned later. The first complete stop
+        text and all text after it are dropped.
         """
         if self.has_stopped:
             return ""
@@ -134,12 +138,12 @@ class StopFinder:
         return "".join(shown)
 
     def rest(self) -> str:
-        """Return the text that was held back, when no text follows."""
+        """Return the text that `feed` has not returned yet. Call it after the last piece."""
         held, self._held = self._held, ""
         return held
 
     def _longest_start(self) -> int:
-        """Return the length of the longest end of the held text that begins a stop text."""
+        """Return the length of the longest end of `_held` that begins a stop text."""
         return max(
             (
                 length
@@ -159,11 +163,11 @@ class AnswerDecoder:
 
     Args:
         tokenizer: the tokenizer of the model.
-        before: the packed tokens that the answer follows.
-        num_answered: number of tokens at the end of `before` that are an earlier part of the
-            answer. Their text has been returned before, except an incomplete character.
+        before: the packed tokens before the tokens to decode: the prompt, and the answer so far.
+        num_answered: number of tokens at the end of `before` that belong to the answer. Their text
+            is not returned again, except an incomplete character.
         stops: texts that end the answer and are not part of it; none may be empty.
-        min_tokens: number of tokens of the answer before which no stop text begins.
+        min_tokens: number of first tokens of the answer in which no stop text is searched.
     """
 
     def __init__(
@@ -187,31 +191,33 @@ class AnswerDecoder:
         return self._finder.has_stopped
 
     def feed(self, token: int) -> str:
-        """See `TextDecoder.feed`; text that may begin a stop text is held back."""
+        """Return the text that `token` completes.
+
+        Text that may begin a stop text is returned later.
+        """
         text = self._decoder.feed(token)
         self._num_unstoppable -= 1
         return text if self._num_unstoppable >= 0 else self._finder.feed(text)
 
     def rest(self) -> str:
-        """See `TextDecoder.rest`."""
+        """Return the text that `feed` has not returned yet. Call it after the last token."""
         return self._finder.feed(self._decoder.rest()) + self._finder.rest()
 
     def text(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`, the last ones of the answer."""
+        """Feed `tokens`, the last ones of the answer, and return all text not returned yet."""
         return "".join([self.feed(token) for token in tokens]) + self.rest()
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8; bytes that are not UTF-8 become U+FFFD.
+    """A tokenizer with one token per byte of UTF-8; bytes that are not UTF-8 become U+FFFD.
 
-    A chat is one line `role: content` for each message, and `assistant: ` at the end.
+    A chat becomes one line `role: content` per message, and `assistant: ` at the end.
     """
 
     vocab_size = 256
     stop_tokens: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> bytes:
-        """See `Tokenizer.encode`."""
         try:
             raw = text.encode()
         except UnicodeEncodeError as error:
@@ -219,16 +225,13 @@ class ByteTokenizer:
         return np.frombuffer(raw, np.uint8).astype("<i4").tobytes()
 
     def encode_chat(self, messages: Messages) -> bytes:
-        """See `Tokenizer.encode_chat`."""
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join([*lines, "assistant: "]))
 
     def fewest_tokens(self, text: str) -> int:
-        """See `Tokenizer.fewest_tokens`."""
         return len(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """See `Tokenizer.decode`."""
         try:
             return bytes(int(token) for token in tokens).decode(errors="replace")
         except ValueError as error:
@@ -237,11 +240,9 @@ class ByteTokenizer:
             ) from error
 
     def token_text(self, token: int) -> str:
-        """See `Tokenizer.token_text`."""
         return self.decode([token])
 
     def decoder(self, before: bytes) -> TextDecoder:
-        """See `Tokenizer.decoder`."""
         del before  # a byte's text does not depend on the bytes before it
         return _ByteDecoder()
 
@@ -258,7 +259,7 @@ class _ByteDecoder:
 
 
 class TokensOnly:
-    """The `Tokenizer` of a model without one: prompts and answers are tokens, not text.
+    """The `Tokenizer` of a model whose vocabulary is unknown: prompts and answers are tokens only.
 
     Args:
         vocab_size: number of tokens.
@@ -270,7 +271,7 @@ class TokensOnly:
         self.stop_tokens = stop_tokens
 
     def encode(self, text: str) -> bytes:
-        """Refuse the text. See `Tokenizer.encode`.
+        """Refuse the text, since the vocabulary is unknown.
 
         Raises:
             BadRequestError: always.
@@ -279,7 +280,7 @@ class TokensOnly:
         raise BadRequestError("this model has no tokenizer: give tokens instead of text")
 
     def encode_chat(self, messages: Messages) -> bytes:
-        """Refuse the chat. See `Tokenizer.encode_chat`.
+        """Refuse the chat, since the vocabulary is unknown.
 
         Raises:
             BadRequestError: always.
@@ -288,22 +289,26 @@ class TokensOnly:
         return self.encode("")
 
     def fewest_tokens(self, text: str) -> int:
-        """See `Tokenizer.fewest_tokens`."""
+        """Return 0."""
         del text
         return 0
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return "". See `Tokenizer.decode`."""
+        """Check that the model has these tokens, and return "", since they have no text.
+
+        Raises:
+            BadRequestError: a token is not in [0, vocab_size).
+        """
         if any(not 0 <= token < self.vocab_size for token in tokens):
             raise BadRequestError(f"a token of this model must be in 0..{self.vocab_size - 1}")
         return ""
 
     def token_text(self, token: int) -> str:
-        """Return the number of the token, its only name."""
+        """Return the number of the token as text."""
         return str(token)
 
     def decoder(self, before: bytes) -> TextDecoder:
-        """Return a decoder that gives no text."""
+        """Return a decoder that returns "" for every token."""
         del before
         return _NoText()
 

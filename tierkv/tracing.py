@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry, if tracing is switched on; otherwise every function does nothing.
+"""OpenTelemetry spans of requests. While tracing is off, every function here does nothing.
 
     HTTP or engine  --traceparent-->  prefill node  --ticket-->  decode node
                                       |- match, fetch, queue     |- claim.wait, match, fetch, queue
@@ -8,8 +8,8 @@
 
 A node or gateway traces if the environment names a collector (OTEL_EXPORTER_OTLP_ENDPOINT, or
 ..._TRACES_ENDPOINT) and the extra `otel` is installed. OpenTelemetry's own variables set everything
-else. An engine that has set up OpenTelemetry in its process calls `join`. No span is made for a
-single block.
+else. In the process of an engine that has set up OpenTelemetry itself, `join` switches tracing on.
+Single blocks have no spans.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PARENT = "traceparent"
 _LONGEST_PARENT = 128  # W3C's has 55 characters
-_LAST_SPANS_S = 2.0  # most time at the end to send the last spans
+_LAST_SPANS_S = 2.0  # time limit for sending the last spans at the end
 
 Value = str | int | float | bool
 
@@ -44,11 +44,12 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Send spans to the collector that the environment names, until the body has ended.
 
-    If the package is missing, a warning is logged, and nothing is traced.
+    Nothing is traced if the environment names no collector. If OpenTelemetry is not installed,
+    nothing is traced either, and a warning is logged.
 
     Args:
         instance: name of this node or gateway.
-        environ: the environment.
+        environ: environment variables.
     """
     global _tracer  # noqa: PLW0603 - a process has one
     if not any(environ.get(name) for name in _ENDPOINTS):
@@ -85,7 +86,7 @@ def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterato
 
 
 def join() -> None:
-    """Trace through the OpenTelemetry setup of this process, if there is one."""
+    """Trace through the OpenTelemetry setup of this process; do nothing if there is none."""
     global _tracer  # noqa: PLW0603 - a process has one
     if _tracer is None and "opentelemetry.sdk.trace" in sys.modules:
         from opentelemetry import trace  # noqa: PLC0415 - it is loaded
@@ -95,14 +96,16 @@ def join() -> None:
 
 
 def span(name: str, **about: Value) -> AbstractContextManager[Any]:
-    """Trace the body as a span; spans that are made in the body become its children.
+    """Return a context manager that traces its body as a span.
+
+    Spans that begin in the body become children of this span.
 
     Args:
         name: name of the span, without the prefix "tierkv.".
-        about: attributes of the span.
+        **about: attributes of the span.
 
     Returns:
-        A context manager of the span; of None if nothing is traced.
+        The context manager. It provides the span, or None if tracing is off.
     """
     if _tracer is None:
         return _NOTHING
@@ -111,14 +114,16 @@ def span(name: str, **about: Value) -> AbstractContextManager[Any]:
 
 @contextmanager
 def serving(name: str, headers: Mapping[str, str]) -> Iterator[Any]:
-    """Trace an HTTP request that this process answers, below the caller's span if it has one.
+    """Trace the body as a span that answers an HTTP request.
+
+    The parent is the caller's span, if any.
 
     Args:
         name: name of the span.
-        headers: headers of the request.
+        headers: headers of the request, in which the caller names its span.
 
     Yields:
-        The span; None if nothing is traced.
+        The span; None if tracing is off.
     """
     if _tracer is None:
         yield None
@@ -137,13 +142,13 @@ def serving(name: str, headers: Mapping[str, str]) -> Iterator[Any]:
 
 
 def headers() -> dict[str, str]:
-    """Return the HTTP headers that pass the current span to a server; {} if nothing is traced."""
+    """Return the HTTP headers that name the current span to a server; {} if there is no span."""
     parent = here()
     return {_PARENT: parent} if parent else {}
 
 
 def here() -> str:
-    """Return the current span as a `traceparent` of W3C Trace Context; "" if there is none."""
+    """Return the current span as the value of a `traceparent` header; "" if there is no span."""
     if "opentelemetry.trace" not in sys.modules:
         return ""
     from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415 - it is loaded
@@ -156,10 +161,13 @@ def here() -> str:
 
 
 def adopt(parent: str) -> None:
-    """Make the rest of this task part of the span `parent`, which came with a ticket.
+    """Make later spans of this task children of the span that wrote a ticket.
 
-    The former span is linked. If an HTTP caller has named its span, that stays: its trace already
-    has both ends of the hand-off.
+    The current span gets a link to that span. Nothing changes if the HTTP caller has named a span
+    of its own, because the trace of the caller then contains both nodes.
+
+    Args:
+        parent: `traceparent` of the span, from the ticket; "" for none.
     """
     if _tracer is None or not parent or _has_caller.get():
         return
@@ -174,13 +182,13 @@ def adopt(parent: str) -> None:
 
 
 def record(name: str, since_s: float, until_s: float | None = None, **about: Value) -> None:
-    """Record a span that has ended.
+    """Record a span of work that has already ended.
 
     Args:
         name: name of the span, without the prefix "tierkv.".
-        since_s: its start, in seconds on the monotonic clock.
-        until_s: its end on the same clock; None for now.
-        about: attributes of the span.
+        since_s: start of the work, in seconds of `time.monotonic()`.
+        until_s: end of the work on the same clock; None for now.
+        **about: attributes of the span.
     """
     if _tracer is None:
         return
@@ -197,10 +205,10 @@ def is_on() -> bool:
 
 
 def context() -> contextvars.Context | None:
-    """Return a context for other threads, in which new spans belong to the current span.
+    """Return a context for callbacks and threads, whose spans become children of the current span.
 
     Returns:
-        The context; None if nothing is traced.
+        The context; None if tracing is off.
     """
     if _tracer is None:
         return None
