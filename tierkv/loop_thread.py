@@ -283,8 +283,8 @@ def _exit() -> None:
 
 def _before_thread_pools_end(call: Callable[[], None]) -> None:
     """Register `call` to run at exit before concurrent.futures ends its thread pools."""
-    # `atexit` is too late for that. These hooks run in reverse order of registration, and the import
-    # above has registered the hook of the thread pools before.
+    # `atexit` is too late for that. These hooks run in reverse order of registration, and the
+    # import above has registered the hook of the thread pools before.
     early: Callable[[Callable[[], None]], object] | None = vars(threading).get("_register_atexit")
     (early or atexit.register)(call)
 
