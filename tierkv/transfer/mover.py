@@ -78,7 +78,7 @@ class _Pending(msgspec.Struct, eq=False):
 
 
 class EventPoller:
-    """Watcher of one device's events, which resolves a future or calls a function when one is done.
+    """A watcher of one device's events that resolves a future or calls a function for each.
 
     One task watches all events. The task sleeps while there are none.
     """
@@ -139,12 +139,12 @@ class EventPoller:
         return future
 
     def then(self, event: Event, on_done: OnDone, *, is_long: bool = False) -> None:
-        """Call `on_done` on the event loop, in a later turn, when `event` is done or has failed.
+        """Call `on_done` on the event loop, in a later turn, when an event is done or has failed.
 
         Args:
             event: the event to wait for.
-            on_done: receives None if the event is done, or its error. An exception from `on_done`
-                ends the poller.
+            on_done: called with None if the event is done, or with its error. An exception from
+                `on_done` ends the poller.
             is_long: True if the work is known to take longer than 1 ms.
 
         Raises:
@@ -158,14 +158,14 @@ class EventPoller:
         self._wake_up()
 
     def then_now(self, event: Event, on_done: OnDone) -> bool:
-        """Call `on_done` at once if `event` is done or has failed; return True if it was called.
+        """Call `on_done` at once if an event is done or has failed; return True if it was called.
 
         Call this in a later turn of the event loop than the one that submitted the work.
 
         Args:
             event: the event to test.
-            on_done: receives None if the event is done, or its error. An exception from `on_done`
-                ends the poller.
+            on_done: called with None if the event is done, or with its error. An exception from
+                `on_done` ends the poller.
         """
         outcome = _outcome(event)
         if outcome is None or not self._is_running:
@@ -248,7 +248,7 @@ def _outcome(event: Event) -> tuple[TransferError | None] | None:
 
 
 class Submitted(msgspec.Struct, eq=False):
-    """The outcome of submitting a copy, with a future's methods. The submission has ended."""
+    """The result of a copy's submission, which has ended, with the methods of a future."""
 
     events: tuple[Event, ...]
     error: TierKVError | None = None
@@ -290,7 +290,7 @@ def _events_of(submission: Submission) -> tuple[Event, ...]:
 
 
 class LayerGate:
-    """The copies that a request waits for before it may read its blocks, layer by layer.
+    """An object at which an engine waits, layer by layer, for the copies into a request's blocks.
 
     The copies are the request's own load, loads of the same blocks that other requests started, and
     copies within the device. A gate without copies is open.
@@ -307,13 +307,14 @@ class LayerGate:
     def wait_on(self, stream: Stream, layer: int, timeout_s: float) -> None:
         """Make work submitted to `stream` from now on wait until `layer` has arrived.
 
-        Blocks the calling thread, so call it from an engine's thread and never from the event loop.
+        The call can block the calling thread, so call it from an engine's thread and never from the
+        event loop.
 
         Args:
             stream: the engine's stream.
             layer: index of the layer, from 0.
-            timeout_s: seconds until the copy must be submitted; on a CPU stream, until the copy
-                must be done.
+            timeout_s: seconds within which the copy must be submitted; on a CPU stream, within
+                which it must be done.
 
         Raises:
             GateTimeoutError: the copy was not submitted (on a CPU stream: not done) in time.
@@ -380,11 +381,11 @@ _TIMED_EVERY_S = 0.25
 
 
 class LayerTimes(msgspec.Struct, frozen=True):
-    """Arrival times of layers in loads, in seconds after the request for the load.
+    """Arrival times of layers in loads, in seconds after the load was submitted.
 
-    The event loop measures one load at a time, at most four in a second. A time includes waiting
-    for earlier loads, and all layers before it: the time of one layer alone is its mean less the
-    mean of the layer before.
+    The event loop measures one load at a time, at most four in a second. A time includes the wait
+    for earlier loads and the copies of all earlier layers. The time of one layer alone is its mean
+    minus the mean of the layer before.
 
     Attributes:
         num_loads: number of measured loads.
@@ -397,7 +398,7 @@ class LayerTimes(msgspec.Struct, frozen=True):
     longest_s: tuple[float, ...]
 
     def and_one(self, ready_s: Sequence[float]) -> LayerTimes:
-        """Return a copy with the times of one more load added."""
+        """Return new totals that include one more load, with the arrival time of each layer."""
         return LayerTimes(
             self.num_loads + 1,
             tuple(map(add, self.total_s, ready_s)),
@@ -406,7 +407,7 @@ class LayerTimes(msgspec.Struct, frozen=True):
 
 
 class Movement:
-    """A copy of blocks between two tiers or within the device."""
+    """A copy of blocks between two tiers or within the device, running or ended."""
 
     __slots__ = ("_error", "_on_end", "has_ended", "num_bytes", "submission")
 
@@ -433,7 +434,7 @@ class Movement:
     def when_ended(self, call: Callable[[], object]) -> None:
         """Call `call` on the event loop once the copy has succeeded or failed.
 
-        At once if it has already.
+        If the copy has ended already, `call` is called at once.
         """
         if self.has_ended:
             call()
@@ -462,10 +463,10 @@ class Movement:
 
 
 class Mover:
-    """Submitter of the copies between Host and Device, and within the device.
+    """Submits the copies between device and host, and within the device.
 
-    Loads and offloads have a queue of their own on the device (a `Lane`), so both run at the same
-    time. A thread submits long copies within the device.
+    Loads and offloads each have a queue of their own on the device (a `Lane`), so both run at the
+    same time. A thread submits long copies within the device.
 
     Args:
         device: the device.
@@ -563,10 +564,14 @@ class Mover:
         """Start to copy host slots to device blocks.
 
         Args:
-            slot_ids: int32 [n], the source. The caller holds a lease on the slots until the
+            slot_ids: int32 [n], the source. A lease of the caller must protect the slots until the
                 movement has ended.
-            block_ids: int32 [n], the target. The caller owns the blocks until then, too.
+            block_ids: int32 [n], the target. No other user may touch the blocks until the movement
+                has ended.
             after: events that must be done before the copy starts.
+
+        Returns:
+            The movement, which ends when the copy has succeeded or failed.
         """
         return self._move(BlockCopy(Direction.LOAD, slot_ids, block_ids, tuple(after)))
 
@@ -574,21 +579,29 @@ class Mover:
         """Start to copy device blocks to host slots.
 
         Args:
-            slot_ids: int32 [n], the target. The caller owns the slots until the movement has ended.
-            block_ids: int32 [n], the source. The caller holds a lease on the blocks until then,
-                too.
+            slot_ids: int32 [n], the target. No other user may touch the slots until the movement
+                has ended.
+            block_ids: int32 [n], the source. A lease of the caller must protect the blocks until
+                the movement has ended.
             after: events that must be done before the copy starts: those of the kernels that write
                 the blocks.
+
+        Returns:
+            The movement, which ends when the copy has succeeded or failed.
         """
         return self._move(BlockCopy(Direction.OFFLOAD, slot_ids, block_ids, tuple(after)))
 
     def copy_within(self, source_ids: Ids, target_ids: Ids) -> Movement:
-        """Start to copy device blocks to other device blocks. A quick copy has ended on return.
+        """Start to copy device blocks to other device blocks. A short copy has ended on return.
 
         Args:
-            source_ids: int32 [n]. The caller holds a lease on the blocks until the movement has
-                ended.
-            target_ids: int32 [n], distinct. The caller owns the blocks until then, too.
+            source_ids: int32 [n]. A lease of the caller must protect the blocks until the movement
+                has ended.
+            target_ids: int32 [n], distinct. No other user may touch the blocks until the movement
+                has ended.
+
+        Returns:
+            The movement, which ends when the copy has succeeded or failed.
         """
 
         def submit() -> tuple[Event, ...]:
@@ -612,7 +625,7 @@ class Mover:
         return movement
 
     def gate(self, movements: Sequence[Movement]) -> LayerGate:
-        """Return a gate that waits for `movements`; an open gate without movements."""
+        """Return a gate that waits for `movements`; the gate is open if there are none."""
         if not movements:
             return self._open_gate
         submissions = [movement.submission for movement in movements]

@@ -1,8 +1,8 @@
 """Copies of blocks between host slots and a store: fetch (read and check) and flush (write).
 
 `StorageIO` calls the store. `Values` translates between blocks and stored values, without I/O.
-`Slices` says which share of a block each rank has, and `TailLists` lists the stored tails.
-`Toucher` renews the time to live of used blocks.
+`Slices` describes each rank's share of a block. `TailLists` makes the tails of other prompts
+findable. `Toucher` renews the time to live of used blocks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Slice:
     host: HostSlots
 
     def payload(self, slot: int, num_tokens: int) -> Bytes1D:
-        """Return the start of a slot as the buffer for reading a stored value's payload.
+        """Return the part of a slot into which a stored value's payload is read.
 
         The payload of a tail is packed: after the read, `Values.check` moves each plane's bytes to
         their place in the slot.
@@ -68,7 +68,7 @@ class Slice:
             num_tokens: number of tokens of the block or tail.
 
         Returns:
-            uint8 [stored bytes], a view.
+            uint8 [bytes of the payload], a view of the slot's first bytes.
         """
         payload: Bytes1D = self.host.array[slot][: self.layout.stored_bytes(num_tokens)]
         return payload
@@ -78,17 +78,17 @@ class Slices:
     """The stored values that make up a block, one per rank, and the host memory of each.
 
     A node without tensor parallelism stores a block as one value. A node of n ranks stores n
-    values, one for each rank's slice of the block; a block counts as stored when all n are stored.
-    Blocks that nodes with other numbers of ranks have stored are found, too, and are put together
-    from their slices.
+    values, one for each rank's slice (share) of the block; a block counts as stored when all n are
+    stored. Blocks that nodes with other numbers of ranks have stored are found too, and are put
+    together from their slices.
 
     Args:
-        names: the names of the whole layout's fingerprint.
+        names: makes the stored names of the service's blocks.
         parts: the slices of this node, one per rank.
         scheme: the split of blocks over ranks; None to find only blocks of nodes with as many ranks
             as this one.
-        peer_tensor_parallel: numbers of ranks of other nodes to look for. Numbers whose slices
-            cannot be put together to this node's are left out.
+        peer_tensor_parallel: numbers of ranks of other nodes whose blocks are looked for. A number
+            is ignored if this node's slices cannot be put together from the slices of such a node.
 
     Raises:
         LayoutError: the number of `parts` is not the number of ranks.
@@ -138,7 +138,7 @@ class Slices:
         return True
 
     def names_of(self, key: StoredKey, size: int) -> list[str]:
-        """Return the names of a block's values, in the order of ranks.
+        """Return the stored names of a block's values, in the order of ranks.
 
         Args:
             key: key of the block.
@@ -147,7 +147,7 @@ class Slices:
         return [names.name(key) for names in self._names[size]]
 
     def names_of_all(self, keys: Sequence[StoredKey], size: int) -> Sequence[str]:
-        """Return the names of several blocks' values, block by block, in the order of ranks.
+        """Return the stored names of several blocks' values, block by block, in the order of ranks.
 
         Args:
             keys: keys of the blocks.
@@ -162,7 +162,7 @@ class Slices:
         return [name for of_key in zip(*per_rank, strict=True) for name in of_key]
 
     def sources(self, size: int) -> tuple[Shard, ...]:
-        """Return the slices of a node of `size` ranks that together hold this node's slices."""
+        """Return the slices of a node of `size` ranks that together contain this node's slices."""
         if size == self.size:
             return tuple(part.shard for part in self.parts)
         assert self._scheme is not None, "other sizes are looked for only with a scheme"
@@ -178,9 +178,9 @@ class Slices:
         return layout
 
     def identity(self, key: StoredKey, shard: Shard) -> ValueIdentity:
-        """Return the identity that the stored value of a block's slice must have.
+        """Return the identity that the header of a slice's stored value must have.
 
-        The rank is part of the identity, so one rank's slice is never taken for another's.
+        The rank is part of the identity, so a value of one rank is never accepted for another rank.
 
         Args:
             key: key of the block.
@@ -192,7 +192,7 @@ class Slices:
         return ValueIdentity(digest, key.digest, key.num_tokens)
 
     def assemble(self, slot: int, payloads: dict[Shard, Bytes1D], num_tokens: int) -> None:
-        """Put a block of a node with another number of ranks together in this node's slots.
+        """Put a block together in this node's slots from slices of a node with other ranks.
 
         Args:
             slot: id of the host slot, the same for every rank of this node.
@@ -208,7 +208,7 @@ class Slices:
 def slice_digest(layout: Layout, shard: Shard) -> bytes:
     """Return the layout digest for the header of a slice's stored value, 32 bytes.
 
-    For a whole block this is the digest of the layout. For a slice the digest covers its rank, too,
+    For a whole block this is the digest of the layout. For a slice the digest covers its rank too,
     so slices of equal layouts have different digests.
 
     Args:
@@ -233,7 +233,7 @@ _NOTE_S = 2.0  # an addition to a list that takes longer is given up
 
 @dataclass(frozen=True, slots=True)
 class SharedTail:
-    """A stored tail of which a prompt shares the first `num_shared` tokens."""
+    """A stored tail that has its first `num_shared` tokens in common with a prompt."""
 
     key: StoredKey
     tail: Tail
@@ -246,12 +246,12 @@ class _Entry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TailLists:
-    """The lists of stored tails, by which a prompt finds a tail that another prompt has stored.
+    """The lists of stored tails, by which a prompt finds tails that other prompts have stored.
 
     A tail is the last, partial block of a prompt. Only a prompt with exactly the same tokens can
-    compute the tail's name. A list is one small value per parent block (the block before the tail)
-    with the tokens of the tails after this block. It leads to tails that share only their first
-    tokens with the prompt, or that are shorter or longer.
+    compute the tail's stored name. For each block that tails follow, a list (one small value)
+    therefore has the tokens of these tails. By the list a prompt finds tails that share only their
+    first tokens with it, or that are shorter or longer.
 
     A list cannot cause wrong results: a tail's name is computed from the tokens in the list, and
     the tail's value is checked as any block is. If a list is lost, damaged or out of date, its
@@ -259,13 +259,14 @@ class TailLists:
 
     Args:
         store: the store of the lists.
-        names: makes the names of the lists.
+        names: makes the stored names of the lists.
         layout: the layout of whole blocks.
         codecs: returns the codec of a fingerprint, by its short form.
         ttl_s: seconds to live of a list; None for as long as the store keeps it.
         stats: counts damaged lists.
         used: called with the names of lists that were used, to renew their time to live.
-        deletions: the deletions of stored values, which forbid reads and writes; None for none.
+        deletions: the deletions of stored values, during which lists are neither read nor written;
+            None for none.
     """
 
     def __init__(  # noqa: PLR0913 - what a StorageIO has
@@ -292,7 +293,7 @@ class TailLists:
         self._stats = stats
 
     async def note(self, keys: Sequence[StoredKey], *, generation: int | None = None) -> None:
-        """Add the tails among `keys` to their lists. The tails have been stored.
+        """Add those of `keys` that are tails, and have been stored, to their lists.
 
         Failures are ignored: other prompts do not find a tail that is not listed.
 
@@ -340,19 +341,20 @@ class TailLists:
     ) -> SharedTail | None:
         """Return the listed tail after a block that shares the most leading tokens with a prompt.
 
-        Some layouts, such as recurrent states, do not allow a part of a block to be used. With
-        these, only a tail counts whose tokens all belong to the prompt.
+        With some layouts, such as recurrent states, a part of a block cannot be used. Then only
+        tails count whose tokens all belong to the prompt.
 
         Args:
             parent: digest of the block before the tail, 32 bytes.
-            wanted: the prompt's tokens after that block, packed int32.
+            wanted: the prompt's tokens after that block, int32 as bytes.
             extra: extra keys of the tail, which must be equal.
-            space: short form of another fingerprint; "" for the service's own.
-            missing: digests of tails that are not stored, to be skipped.
+            space: name of the prompt's space (short form of its fingerprint); "" for the service's
+                own.
+            missing: digests of tails that are known not to be stored; they are skipped.
 
         Returns:
-            The tail, or None: no tail shares a token, the store does not answer, or stored values
-                are being deleted.
+            The tail. None if no tail shares a token, if the store does not answer, or while stored
+                values are being deleted.
         """
         if self._deletions.bars_reads:
             return None
@@ -468,8 +470,8 @@ class StorageIO:
     Attributes:
         meets_other_sizes: True once a block was found that a node with another number of ranks has
             stored.
-        asking: called when a question to the store begins. Returns a function that receives the
-            digest of each block which the store does not have.
+        asking: called when a lookup in the store begins. Returns a function to which the digest of
+            each block that the store lacks is passed.
     """
 
     def __init__(  # noqa: PLR0913 - a block needs all of them to become a value
@@ -525,15 +527,15 @@ class StorageIO:
 
     @property
     def reads_at_once(self) -> bool:
-        """True if reading costs the store no more than asking does, so lookups read at once."""
+        """True if a read costs the store no more than a question, so that lookups read at once."""
         return not self.store.capabilities.has_cheap_questions
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
         """Return how many of `keys` the store has before the first one that it lacks.
 
-        A block counts if the slices of all ranks are stored, by a node of as many ranks or by one
-        whose slices can be put together here. The number is 0 while stored values are being
-        deleted.
+        A block counts if the slices of all ranks are stored, by a node of as many ranks as this one
+        or by one whose slices can be put together here. The number is 0 while stored values are
+        being deleted.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -571,7 +573,7 @@ class StorageIO:
             size = other
 
     async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
-        """Return for each of `keys` True if a node with as many ranks has stored the block.
+        """Return, for each of `keys`, True if a node with as many ranks has stored the block.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -590,12 +592,18 @@ class StorageIO:
         return await self.store.present(names)
 
     def used(self, names: Iterable[str]) -> None:
-        """Renew the time to live of these names' values in the background, if values have one."""
+        """Renew, in the background, the time to live of the values with these names.
+
+        Nothing is done for values without a time to live.
+        """
         if self._toucher is not None:
             self._toucher.used(names)
 
     async def _sizes_of(self, keys: Sequence[StoredKey], tried: int) -> list[int | None]:
-        """Return the number of ranks that stored each block, None for none; skip `tried`."""
+        """Return, per block, a number of ranks other than `tried` that have stored it.
+
+        None for none.
+        """
         sizes = [n for n in (self.slices.size, *self.slices.peer_tensor_parallel) if n != tried]
         if not sizes or not keys:
             return [None] * len(keys)
@@ -623,13 +631,14 @@ class StorageIO:
     # Fetch
 
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
-        """Read blocks into host slots and check them. The caller owns the slots until this returns.
+        """Read blocks into host slots and check them.
 
         A damaged value is deleted; if the store has another copy, that copy is read.
 
         Args:
             keys: keys of the blocks.
-            slot_ids: int32 [len(keys)], the target slots.
+            slot_ids: int32 [len(keys)], the target slots. The caller must not use or free them
+                before the call has returned.
 
         Returns:
             One outcome per key. HIT: the slot has the block, and length, key, layout and checksum
@@ -659,7 +668,7 @@ class StorageIO:
     async def _fetch_missed(
         self, keys: Sequence[StoredKey], slot_ids: Ids, blocks: list[GetOutcome]
     ) -> None:
-        """Read missed blocks that nodes with another number of ranks have stored, if any."""
+        """Read those missed blocks that nodes with another number of ranks have stored."""
         missed = [
             at
             for at, key in enumerate(keys)
@@ -710,7 +719,10 @@ class StorageIO:
     async def _forget_damaged(
         self, reads: Sequence[Read], blocks: Sequence[GetOutcome]
     ) -> list[int]:
-        """Delete damaged values; return the indexes of blocks that may have another copy."""
+        """Delete damaged values.
+
+        Return the indexes of blocks of which the store may have another copy.
+        """
         damaged = [read for read in reads if read.outcome.status is GetStatus.DAMAGED]
         again = {at for at, block in enumerate(blocks) if block.status is GetStatus.DAMAGED}
         if damaged:
@@ -732,14 +744,15 @@ class StorageIO:
         notes_tails: bool = True,
         generation: int | None = None,
     ) -> list[PutOutcome]:
-        """Write host slots to the store. The slots must stay unchanged until this returns.
+        """Write blocks in host slots to the store.
 
         Args:
             keys: keys of the blocks.
-            slot_ids: int32 [len(keys)], the slots.
-            worth: worth of each block to later requests. If too many writes are waiting, the blocks
-                worth least are dropped. None is the highest worth, for blocks that a request waits
-                for.
+            slot_ids: int32 [len(keys)], the slots. Their content must stay unchanged until the call
+                has returned.
+            worth: value of each block to later requests. If too many writes are waiting, the blocks
+                of least value are dropped. None is the highest value, for blocks that a request
+                waits for.
             notes_tails: True to add the tails among the blocks to their lists; False if the caller
                 does so with `tails.note`.
             generation: the generation (see `Deletions`) in which the blocks were computed or
@@ -818,15 +831,14 @@ class StorageIO:
 async def are_all_present(
     asked: Sequence[tuple[StorageIO, Sequence[StoredKey]]],
 ) -> list[list[bool]]:
-    """Ask one store in one exchange for the blocks of several `StorageIO`s.
+    """Ask one store, in one exchange, for the blocks of several `StorageIO`s.
 
     Args:
         asked: pairs of a StorageIO and the keys to ask for, at least one pair. All have the same
             store.
 
     Returns:
-        A list per pair: for each key, True if all ranks' values of the block are stored, for as
-            many ranks as the StorageIO has.
+        A list per pair: for each key, True if the values of all ranks of that StorageIO are stored.
 
     Raises:
         StoreUnavailableError: the store did not answer.
@@ -848,7 +860,7 @@ async def are_all_present(
 
 @dataclass(slots=True)
 class Read:
-    """One value to read, into a host slot or into a buffer from which slots are put together."""
+    """The read of one stored value, into a host slot or into a buffer for assembling a block."""
 
     at: int  # index of the key
     shard: Shard
@@ -877,7 +889,7 @@ class Values:
     def reads(
         self, keys: Sequence[StoredKey], slot_ids: Ids, sizes: Sequence[int]
     ) -> Sequence[Read]:
-        """Return the reads that bring each block into its host slot: one per stored value.
+        """Return the reads that bring blocks into their host slots, one read per stored value.
 
         Args:
             keys: keys of the blocks.
@@ -906,9 +918,9 @@ class Values:
     ) -> bool:
         """Return True if `check` takes more than about 4 us per read, and should run in a thread.
 
-        This is so if the store has not computed the digest of a value, if values are compressed, if
-        a block is a tail or was stored by a node with another number of ranks, and for more than 64
-        reads.
+        This is true if the store has not computed the digest of a value, if values are compressed,
+        if a block is a tail or was stored by a node with another number of ranks, and for more than
+        64 reads.
 
         Args:
             keys: keys of the blocks.
@@ -935,13 +947,14 @@ class Values:
     ) -> list[GetOutcome]:
         """Check the values that were read, and complete the blocks in their slots.
 
-        Blocks the thread.
+        The call blocks the thread.
 
         Args:
             keys: keys of the blocks.
             slot_ids: int32 [len(keys)], the slots.
             sizes: for each block, the number of ranks of the node that has stored it.
-            reads: the reads, with outcomes. A damaged value's outcome becomes DAMAGED.
+            reads: the reads, with outcomes. The call changes the outcome of a damaged value to
+                DAMAGED.
 
         Returns:
             One outcome per block. HIT: the slot has the whole block.
@@ -987,17 +1000,18 @@ class Values:
     def encode_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """Return the values of each block without their checksums, which the sender fills in.
+        """Return the values of blocks without checksums, which the sender fills in.
 
         No bytes of the blocks are read, so the event loop is not blocked.
 
         Args:
             keys: keys of the blocks.
             slot_ids: int32 [len(keys)], the slots.
-            worth: the worth of each block, see `StorageIO.flush`.
+            worth: value of each block to later requests (see `StorageIO.flush`).
 
         Returns:
-            The values, or None if a checksum cannot be left to the sender, for example a tail's.
+            The values, one per rank and block. None if a checksum cannot be left to the sender, for
+                example a tail's.
         """
         items = []
         for key, slot, value in zip(keys, slot_ids, worth, strict=True):
@@ -1011,12 +1025,12 @@ class Values:
     def encode(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float], *, is_late: bool
     ) -> list[PutItem]:
-        """Return the values of each block, one per rank. Blocks the thread.
+        """Return the values of blocks, one per rank and block. The call blocks the thread.
 
         Args:
             keys: keys of the blocks.
             slot_ids: int32 [len(keys)], the slots.
-            worth: the worth of each block, see `StorageIO.flush`.
+            worth: value of each block to later requests (see `StorageIO.flush`).
             is_late: True to leave checksums to the sender where possible, as `encode_later` does.
         """
         return [
@@ -1027,7 +1041,7 @@ class Values:
         ]
 
     def _later(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem | None:
-        """Return a value whose header is filled in at sending; None if that is impossible."""
+        """Return a value whose header the sender fills in; None if that is impossible."""
         payload = part.host.array[slot].data
         header = None
         if not key.is_tail:
@@ -1067,7 +1081,8 @@ async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncI
 
     Args:
         threads: the threads to use.
-        items: the values, in the order in which they are sent; see `PutItem.complete`.
+        items: the values, in the order in which they are sent. Only those whose header the sender
+            must fill in (`PutItem.complete`) are changed.
     """
     late = [item.complete for item in items if item.complete is not None]
     if not makes_ahead or len(late) < _MIN_VALUES:
@@ -1088,7 +1103,7 @@ class Toucher:
     Args:
         store: the store of the blocks.
         ttl_s: the new time to live, in seconds.
-        interval_s: seconds after a write or renewal of a block within which it is not renewed
+        interval_s: seconds after a write or renewal of a block during which it is not renewed
             again.
     """
 
@@ -1107,13 +1122,16 @@ class Toucher:
             yield
 
     def wrote(self, names: Iterable[str]) -> None:
-        """Record that these names' values were just written; no renewal is due for `interval_s`."""
+        """Record that the values with these names were just written.
+
+        For `interval_s` none is renewed.
+        """
         now = asyncio.get_running_loop().time()
         for name in names:
             self._see(name, now)
 
     def used(self, names: Iterable[str]) -> None:
-        """Queue a renewal for the values of `names`, which were found in the store.
+        """Queue a renewal for the values with these names, which were found in the store.
 
         Names that were renewed or written less than `interval_s` ago are skipped. At most
         _MAX_NAMES names are queued; further ones are dropped.
