@@ -40,22 +40,24 @@ FIELDS_BYTES = _FIELDS.size
 CHECKSUM_BYTES = 16
 HEADER_BYTES = FIELDS_BYTES + CHECKSUM_BYTES
 _PAYLOAD_CODEC = slice(60, 64)
-# Least and most bytes of payloads with a header that may be made on sending, maybe on the loop: SET
-# is 1.0 to 1.16 times as fast as with headers made by threads before. With 64 KiB the loop is 4
-# instead of 2.5 ms late; 8 MiB block it for 0.3 ms.
+# Sizes in bytes of payloads whose header may be computed when the value is sent, possibly on the
+# event loop: SET is then 1.0 to 1.16 times as fast as with headers that threads compute before.
+# Payloads of 64 KiB would delay the loop by 4 ms instead of 2.5 ms; 8 MiB block it for 0.3 ms.
 _MIN_LATE_BYTES, _MAX_LATE_BYTES = 256 << 10, 8 << 20
 
 
 class Damage(Enum):
     """The difference between a stored value and the value that its reader expects."""
 
-    LENGTH = "length"  # shorter than its header, or not as long as the header says or we expect
+    LENGTH = (
+        "length"  # shorter than a header, or not as long as the header says or the reader expects
+    )
     MAGIC = "magic"  # not a value of tierkv at all
     VERSION = "version"  # format version, flags or payload codec that this reader does not know
     LAYOUT = "layout"  # a block of another layout
-    KEY = "key"  # another block, filed under this name
-    TOKENS = "tokens"  # the same block with another number of tokens in it
-    CHECKSUM = "checksum"  # the right value with wrong bytes
+    KEY = "key"  # another block, stored under this name
+    TOKENS = "tokens"  # the same block with another number of tokens
+    CHECKSUM = "checksum"  # a wrong checksum, signature or cipher tag
 
 
 class DamagedValueError(StoreCorruptError):
@@ -141,7 +143,7 @@ class PayloadCodecs:
         return IDENTITY, payload
 
 
-# A number is never given to another codec: values with it may lie in a store.
+# A number is never reused for another codec, because stores may contain values with it.
 PAYLOAD_CODECS = PayloadCodecs()
 
 
@@ -483,7 +485,7 @@ def _checksum(fields: Buffer, payload: Buffer) -> bytes:
 _PLAIN = PlainCodec()
 
 
-# Codecs for a store with foreign writers: each tenant's values are made with its key.
+# Codecs for a store with other writers: a tenant's values are signed or encrypted with its key.
 #
 #     signed  | fields, 72 | BLAKE3 with key, 16 | payload |
 #     sealed  | fields, 72 | nonce, 12 | zeros, 4 | tag, 16 | payload, AES-256-GCM |
@@ -508,8 +510,8 @@ class Trust(Enum):
     """The protection of values against other writers of the store."""
 
     TRUSTED = "trusted"  # values are checked for accidental damage
-    SIGNED = "signed"  # and for forged values
-    SEALED = "sealed"  # and are encrypted
+    SIGNED = "signed"  # values are also checked for forgery
+    SEALED = "sealed"  # values are also encrypted, and so checked for forgery
 
 
 def codec_for(trust: Trust, key: bytes | None, payloads: PayloadCodecs = PAYLOAD_CODECS) -> Codec:
@@ -926,7 +928,7 @@ def unseal(magic: bytes, version: int, value: bytes, kind: type[T]) -> T:
             "of tierkv in all processes"
         )
     try:
-        # Without the builtin types text would be taken for bytes in base64.
+        # Without `builtin_types` msgspec expects bytes as text in base64.
         return msgspec.convert(msgpack.unpackb(body), kind, builtin_types=(bytes,))
     except (msgspec.ValidationError, ValueError, msgpack.UnpackException) as error:
         raise StoreCorruptError(f"the record cannot be read: {error}") from error

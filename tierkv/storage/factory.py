@@ -21,7 +21,7 @@ from tierkv.storage.mooncake.store import MooncakeStore
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis.url import REDIS_SCHEMES, RedisSettings, parse_redis_url
 
-# In this group a package names a StoreKind by the scheme of its URLs: see docs/own-store.md.
+# In this group of entry points, packages register a StoreKind under the scheme of its URLs.
 ENTRY_POINTS = "tierkv.stores"
 
 Settings = TypeVar("Settings")
@@ -92,7 +92,7 @@ def _file(url: str, settings: StoreSettings, clock: Clock) -> Store:
 
 
 def _redis(url: str, settings: StoreSettings, clock: Clock) -> Store:
-    # The client takes 20 MiB and 0.3 s of a processor, which nodes with another store save.
+    # Importing the client takes 20 MiB and 0.3 s, so nodes with another store do not import it.
     from tierkv.storage.redis.store import RedisStore  # noqa: PLC0415
 
     return RedisStore(parse_redis_url(url), settings.redis, clock)
@@ -108,8 +108,8 @@ def _layered(url: str, settings: StoreSettings, clock: Clock) -> Store:
         raise ConfigError(f"a layered store needs two URLs; accepted: {_LAYERED}")
     near, far = [open_store(one, settings, clock) for one in urls]
     resilience = settings.resilience
-    # NEAR is asked before FAR. A silent one would use up all the time, so it has half of the time
-    # and a breaker of its own; until it can be opened, FAR is used alone.
+    # NEAR is asked before FAR. If NEAR did not answer, it would use up all of the time, so it has
+    # half of the time and its own breaker. Until NEAR can be opened, only FAR is used.
     part = replace(resilience, timeout_s=resilience.timeout_s / 2)
     return LayeredStore(GuardedStore(OpensLater(near), part, clock), far, settings.layered)
 
@@ -147,7 +147,7 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
     if opens is None:
         if url[:1] in {"/", "."}:
             raise ConfigError(f"{url[:200]!r} is not a storage URL; accepted: {_FILE}")
-        # The URL is not quoted: after a misspelt scheme there can be a password.
+        # The URL is not quoted, because it may contain a password after the misspelt scheme.
         raise ConfigError(
             f"the storage URL starts with {scheme[:20]!r}; accepted: {_ACCEPTED}, and the schemes "
             "of installed packages with a store (entry points of the group tierkv.stores)"
@@ -194,10 +194,10 @@ def open_guarded_store(url: str, settings: StoreSettings, clock: Clock) -> Guard
     part, num_parts = settings.resilience, len(urls_in(url))
     resilience = replace(
         part,
-        # A part with writes that hang holds as many batches as it takes; each other part needs as
-        # many of its own.
+        # If the writes of one store hang, they occupy `write_batches` batches; each of the other
+        # stores needs as many for itself.
         write_batches=part.write_batches * num_parts,
-        # Parts are asked one after the other: each has its own time for a write, for which no
+        # The stores are used one after the other. Each has the whole time for a write, for which no
         # request waits, and for the bytes of a read.
         write_timeout_s=part.write_timeout_s * num_parts,
         slowest_bytes_per_s=part.slowest_bytes_per_s / num_parts,

@@ -79,13 +79,13 @@ _IN_THE_WAY = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR
 # A file that another user keeps private counts as missing.
 _MISSING = _IN_THE_WAY | {errno.EACCES, errno.EPERM}
 _VALUE_REFUSALS = _MISSING | {errno.EFBIG, errno.EXDEV}
-# Reported as FULL, not FAILED: failures open the breaker, though other values can be read.
+# Reported as FULL, because FAILED opens the breaker although other values can be read.
 _FULL = WRITE_REFUSALS | _VALUE_REFUSALS
 # A broken sector stays broken. A DAMAGED value is deleted and later written to other sectors; as
 # FAILED it would stay, and be found again and again.
 _UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
-# Evictions for one value that the disk refuses: other writers may use up the room that was made.
+# Largest number of evictions for one value: other writers may use the room that they made.
 _MAX_EVICTIONS = 3
 
 
@@ -313,13 +313,13 @@ class ValueFiles:
         for _, entry in walk(self._root, "", when_empty=remove_unused):
             if stop.is_set():
                 break
-            with contextlib.suppress(FileNotFoundError, PermissionError):  # another user's stays
+            with contextlib.suppress(FileNotFoundError, PermissionError):  # a file of another user
                 if self.listing.is_expired(entry.stat(follow_symlinks=False)):
                     removed += self._remove_expired(entry.path)
         return removed
 
     def _path(self, name: str) -> str:
-        # Text, not a Path: exists() takes 6 us a name instead of 11.
+        # Text instead of a Path: `exists` then takes 6 us per name, not 11 us.
         return f"{self._root}/{'/'.join(relative_path(name))}"
 
     @contextlib.contextmanager
@@ -653,7 +653,8 @@ class FileStore(BaseStore):
         self._root = Path(os.path.normpath(root if root.is_absolute() else Path.cwd() / root))
         self._settings = settings
         self._clock = StoreClock(clock)
-        # Questions wait behind reads that hang, and thus show that the disk hangs.
+        # Questions share the threads of reads: if reads hang, the questions show that the disk
+        # hangs.
         self._readers = WorkerThreads(self.url, settings.num_threads)
         self._writers = WorkerThreads(self.url, settings.num_threads)
         self._files: ValueFiles | None = None

@@ -29,7 +29,7 @@ from tierkv.errors import BadRequestError, StoreUnavailableError
 from tierkv.storage.protocol import ListPage, StoredValue, Usage, check_name, is_name
 
 NEVER_NS = 0
-# Seconds between two writes of a value's access time, which is also its resolution.
+# Least seconds between two updates of a value's access time, which is also its resolution.
 USE_GRAIN_S = 60.0
 
 
@@ -361,7 +361,7 @@ def _make(writers: Path) -> tuple[Path, int]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(directory / _LOCK), os.fstat(fd)):
                 return directory, fd
-        os.close(fd)  # cleared away between making and locking it
+        os.close(fd)  # another process has removed the directory before it was locked
     raise OSError(
         "new files cannot be locked: use a file system with locks (some network file "
         "systems have none)"
@@ -387,7 +387,7 @@ def _lock(directory: Path) -> int | None:
 
 def _clear_if_dead(directory: Path) -> None:
     fd = None
-    with contextlib.suppress(OSError):  # a directory of root's, or a full disk
+    with contextlib.suppress(OSError):  # such as another user's directory, or a full disk
         fd = _lock(directory)
     if fd is not None:
         try:
@@ -446,8 +446,8 @@ _COUNT = struct.Struct("<q")
 
 
 # Eviction looks at every file (1 s for 200,000), so it makes more room than is needed now: a share
-# of the capacity, and of all values if the disk is short. Otherwise each value on a disk at its
-# floor takes 40 ms with 22,000 files.
+# of the capacity, and of all values if the disk is short. Otherwise each value on a disk with only
+# `min_free_bytes` left takes 40 ms with 22,000 files.
 _LOW_WATERMARK = 0.9
 _SPARE = 0.02
 # Files in one sorted list: sorting or freeing a list stops all other threads, for 3 s with 200,000
@@ -598,7 +598,7 @@ class Room:
                 if remove(path):
                     freed += size
         finally:
-            self._add(-freed)  # once: counting each file takes longer than removing it
+            self._add(-freed)  # all at once, because counting a file takes longer than removing it
         while parts:
             parts.pop()
         self.num_evictions += freed > 0

@@ -186,7 +186,7 @@ class GuardedStore(StoreWrapper):
         The breaker is closed at the beginning.
         """
         self._breaker = Breaker(self._settings.failures_to_open, self._clock)
-        self._opened, self._slow = asyncio.Event(), asyncio.Event()  # of this loop
+        self._opened, self._slow = asyncio.Event(), asyncio.Event()  # for this event loop
         self._refused, self._write_refusal = asyncio.Event(), ""
         async with (
             self.inner.running(),

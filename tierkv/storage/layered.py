@@ -85,10 +85,10 @@ class LayeredStore(StoreWrapper):
         self._far = far
         self._settings = settings
         self._copies = NearCopies(near, settings)
-        # Names with a damaged value at the last read. The next read uses the far store and makes no
-        # copy, as the near store may have been unable to delete its copy.
+        # Names whose value was damaged at the last read. The next read uses the far store and makes
+        # no copy, because the near store may have failed to delete its copy.
         self._suspects: set[str] = set()
-        # Names with a last read from the far store; the oldest ones are dropped.
+        # Names whose last read was from the far store; the oldest ones are dropped.
         self._came_from_afar: OrderedDict[str, None] = OrderedDict()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
@@ -127,8 +127,8 @@ class LayeredStore(StoreWrapper):
         found = near + await self._far.exists(names[near:])
         if found in (near, len(names)):
             return found
-        # Each store can have gaps where the other has values: asking in turns takes 500 questions
-        # for 1,000 alternating names, and this takes 10 ms.
+        # Each store can have gaps where the other has values. Asking the stores in turns would take
+        # 500 questions for 1,000 alternating names; `present` takes 10 ms.
         return found + num_leading(await self.present(names[found:]))
 
     async def present(self, names: Sequence[str]) -> list[bool]:
@@ -188,7 +188,9 @@ class LayeredStore(StoreWrapper):
         replaced = [item.name for item in items if not item.leaves_existing]
         if replaced:
             self._copies.forget(replaced)
-            with suppress(StoreUnavailableError):  # a store that is down is not read, either
+            with suppress(
+                StoreUnavailableError
+            ):  # a store that is down returns no old values, either
                 await self._near.delete(replaced)
         return outcomes
 
@@ -200,12 +202,16 @@ class LayeredStore(StoreWrapper):
             StoreRefusedError: the near store does not answer; the far store has removed the values.
         """
         check_names(names)
-        num_there = sum(await self.present([*dict.fromkeys(names)]))  # some are in one store only
+        num_there = sum(
+            await self.present([*dict.fromkeys(names)])
+        )  # some values are in one store only
         num_far = await self._far.delete(names)
-        self._copies.forget(names)  # the far store has no values to copy any more
+        self._copies.forget(names)  # their values are no longer in the far store
         try:
             await self._near.delete(names)
-        except StoreUnavailableError as error:  # no failure of the far store, which can be read
+        except (
+            StoreUnavailableError
+        ) as error:  # not StoreUnavailableError: the far store can still be read
             raise StoreRefusedError(str(error)) from error
         return max(num_there, num_far)
 
@@ -272,7 +278,7 @@ class NearCopies:
         self._settings = settings
         self._waiting: dict[str, PutItem] = {}
         self._num_bytes = 0
-        self._in_hand = ""  # the name of the copy that is being put
+        self._in_hand = ""  # the name of the copy that is being written
         self.num_forgets = 0
         self._came = asyncio.Event()
         self._copier = WorkerThreads(near.url, 1)
@@ -286,7 +292,7 @@ class NearCopies:
                 supervised({"tierkv-near-fill": self._keep_filling}),
             ):
                 yield
-        finally:  # other processes can change values until the store is opened again
+        finally:  # the copies may be outdated when the store is opened again
             self.forget(list(self._waiting))
 
     async def make(
@@ -314,14 +320,14 @@ class NearCopies:
                 copied.append((item, num_bytes))
         if not copied:
             return
-        try:  # not on the loop: 2 MiB take 0.5 ms, and 5 ms into new memory
+        try:  # in a thread: copying 2 MiB takes 0.5 ms, or 5 ms into new memory
             contents = await self._copier.run(
                 lambda: [b"".join(room_for(num_bytes, item.into)) for item, num_bytes in copied]
             )
         except BaseException as error:
             self._num_bytes -= sum(num_bytes for _, num_bytes in copied)
             if isinstance(error, StoreUnavailableError):
-                return  # the store was left during the copy; the values read are right
+                return  # the store was closed during the copy; the values were read correctly
             raise
         for (item, num_bytes), content in zip(copied, contents, strict=True):
             if item.name in self._waiting or num_forgets != self.num_forgets:
@@ -356,7 +362,7 @@ class NearCopies:
             [outcome] = await self._near.put([item])
             if outcome.status is PutStatus.FAILED:
                 _log.debug("a value was not copied to the near store: %s", outcome.reason)
-            if self._in_hand != name:  # forgotten while it was being put
+            if self._in_hand != name:  # `forget` was called for it in the meantime
                 with suppress(StoreUnavailableError):
                     await self._near.delete([name])
             self._in_hand = ""

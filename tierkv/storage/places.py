@@ -143,7 +143,7 @@ class _Attached:
                 self.is_opened.set()
                 await self.is_detached.wait()
                 await self._is_idle.wait()
-        except Exception as error:  # a store of a user's own raises anything
+        except Exception as error:  # a store from another package may raise any error
             self._is_open = False
             if not self.is_opened.is_set():
                 self.error = error if isinstance(error, TierKVError) else _failed(self.store, error)
@@ -179,7 +179,7 @@ class Places:
         self._first = store
         self._nothing = self._common = _Attached(_NoStore())
         self._own: dict[str, _Attached] = {}  # by route
-        self._known: dict[Store, _Attached] = {}  # also those that are being opened or left
+        self._known: dict[Store, _Attached] = {}  # also stores that are being opened or closed
         self._tasks: asyncio.TaskGroup | None = None
 
     @asynccontextmanager

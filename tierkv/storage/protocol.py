@@ -213,7 +213,7 @@ _NAME = re.compile(
 )
 
 
-# Redis keeps deadlines in signed milliseconds and old file systems theirs in 31 bits of seconds.
+# Redis stores expiry times as signed milliseconds, and old file systems as 31 bits of seconds.
 _MAX_TTL_S = 10 * 365 * 86_400.0
 
 
@@ -259,7 +259,7 @@ def check_names(names: Sequence[str]) -> CheckedNames | NameRun:
             check_name(names[0])
             names.is_checked = True
         return names
-    # A thousand names take 0.25 ms together, and 0.45 ms one by one.
+    # Checking a thousand names together takes 0.25 ms, one by one 0.45 ms.
     if not all(map(_NAME.fullmatch, names)) or ".." in "\n".join(names):
         for name in names:
             check_name(name)

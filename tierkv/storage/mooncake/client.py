@@ -144,15 +144,14 @@ class SoftPin(Protocol):
     def ENABLE(self) -> object: ...  # noqa: N802
 
 
-# Largest number of pieces (buffers) of all calls together, and the largest product of pieces and
-# `halt_s`. A call ends after 60 s even if bytes are still moving. With a frozen provider and halts
-# of 2 s, 128 pieces hold a call for 19 s, and 192 for 60 s: 47 of these were written later, into
-# buffers that the caller already used again.
+# Largest number of pieces (buffers) in all calls together, and largest product of pieces and
+# `halt_s`. A call returns after 60 s even if bytes are still moving. With a frozen provider and a
+# `halt_s` of 2 s, a call with 128 pieces takes 19 s. With 192 pieces it takes 60 s, and 47 of them
+# are written later, into buffers that the caller already uses again.
 _MAX_PIECES = 128
 _MAX_PIECES_AND_HALTS = 256
 _MIN_PIECES = 2  # pieces of one call: a header and a payload
-# Largest `halt_s`. A call ends after 60 s, and bytes that a frozen provider sends later would be
-# written into buffers that are in use again.
+# Largest `halt_s`, so that a call with a frozen provider returns before these 60 s are over.
 _LONGEST_HALT_S = 10.0
 
 
@@ -224,15 +223,15 @@ def environment(settings: MooncakeSettings) -> dict[str, str]:
     limit_s = settings.connect_timeout_s
     halt_s = str(settings.halt_s)
     return {
-        "GLOG_minloglevel": "2",  # below that the package logs each miss
+        "GLOG_minloglevel": "2",  # with a lower level the package logs each miss
         "MC_RPC_TIMEOUT_MS": str(math.ceil(limit_s * 1000)),
         "MC_RPC_CONNECT_TIMEOUT_MS": str(math.ceil(limit_s * 1000)),
-        # Each retry waits for the master again: 42 s for a frozen one with the package's own 20.
+        # Each retry waits for the master again. With the package's default of 20, that takes 42 s.
         "MC_STORE_CLIENT_SETUP_RETRIES": "2",
         "MC_TCP_STATUS_TIMEOUT_SEC": halt_s,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": halt_s,
-        # Connections to a provider, each with one piece under way: a header occupies one for a
-        # round trip. With 16, the most that the package takes, put has 0.90 to 0.98 of the rate of
-        # Mooncake's client alone, and 0.78 with the package's own 4.
+        # Number of connections to a provider. Each moves one piece at a time, so a header occupies
+        # one for a round trip. With 16, the package's maximum, put reaches 0.90 to 0.98 of the rate
+        # of Mooncake's client alone; with the package's default of 4, it reaches 0.78.
         "MC_TCP_LANES_PER_PEER": "16",
     }

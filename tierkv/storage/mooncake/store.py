@@ -57,10 +57,10 @@ from tierkv.storage.protocol import (
 # Pieces that exceed it are used in place, which works over TCP only.
 _SCRATCH_BYTES = 4 << 20
 _LOCAL_BUFFER_BYTES = 64 << 20  # Mooncake's own buffer, for values that are read one by one
-_MAX_READS = 10  # reads of a small value that is being replaced
+_MAX_READS = 10  # for one small value that is being replaced
 _NO_SPACE = -200
 _NOT_FOUND = -704
-_ABSENT = frozenset({_NOT_FOUND, -703})  # the second: the value is being put
+_ABSENT = frozenset({_NOT_FOUND, -703})  # -703: the value is being written
 _NOT_MOVED = -800  # the provider moved no bytes, or buffers are too long
 # The master does not answer; the client waits 4 s if there is none, its deadline if it hangs.
 _NO_ANSWER = frozenset({-900, -901})
@@ -454,7 +454,9 @@ def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
     # The client would retry for minutes, and with a frozen master its `setup` stops all Python
     # threads for 4 s.
     with socket.create_connection(address, timeout_s) as connection:
-        connection.sendall(b"?")  # a master closes a connection after bytes that are no question
+        connection.sendall(
+            b"?"
+        )  # the master closes a connection after bytes that are not a request
         with suppress(ConnectionResetError):
             connection.recv(1)
 

@@ -39,11 +39,11 @@ from tierkv.storage.redis.url import RedisUrl
 from tierkv.storage.redis.wire import Address, Unanswered, WireRequest, is_port, port_of
 from tierkv.tasks import task_group
 
-# A slot that moves is asked for twice at most (MOVED, then ASK); the rest is for keys in between.
+# A moving slot causes at most two redirections (MOVED, then ASK); more attempts are for _TRANSIENT.
 _MAX_ATTEMPTS = 8
 _BETWEEN_ATTEMPTS_S = 0.02
 _TRANSIENT = frozenset(
-    # MOVED only if it names no host: the next table of slots does.
+    # A MOVED counts only if it names no host; the next table of slots has the host.
     {"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "MOVED"}
 )
 _ASKING = memoryview(pack("ASKING"))
@@ -329,7 +329,7 @@ def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
                     f"SLOTS: {entry!r:.80}"
                 )
     if not any(table):
-        # The node was removed from its cluster, or there is none yet: another node may know more.
+        # The node was removed from its cluster, or there is no cluster yet: ask another node.
         raise StoreUnavailableError(
             f"the server at {answered_by} knows no master with slots: check CLUSTER INFO there"
         )
@@ -393,7 +393,7 @@ class Topology:
         self._tasks: asyncio.TaskGroup | None = None
         self._stale = asyncio.Event()
         self._refreshed = asyncio.Event()
-        self._silent: dict[Address, float] = {}  # nodes without an answer, by time
+        self._silent: dict[Address, float] = {}  # nodes, and when they did not answer
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -474,7 +474,7 @@ class Topology:
         self.table = table
         for address in [address for address in self._members if address not in known]:
             if self._members[address].num_users:
-                self._stale.set()  # a slot may be moving to or from this node: look again
+                self._stale.set()  # a slot may be moving to or from this node: read the table again
             else:
                 self._members.pop(address).is_left.set()
 

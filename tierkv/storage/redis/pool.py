@@ -42,7 +42,7 @@ READING_BYTES = 1 << 20
 WRITING_BYTES = 512 << 10
 READING_AWAY_BYTES = 3 << 20
 _BEGUN_FIRST = 4  # requests of a batch that are sent before the rest is made
-_MAX_WAITING = 16_384  # queued requests at which a batch of any size is accepted
+_MAX_WAITING = 16_384  # with so many queued requests, no further batch is accepted
 # Seconds for which a task that cannot connect leaves all requests to tasks with a connection.
 _WITHOUT_S = 0.5
 
@@ -225,7 +225,7 @@ class ConnectionPool:
                     except asyncio.CancelledError:
                         request.settle(Unanswered(f"{self._url} is closed"))
                         raise
-                if request.outcome is not None:  # withdrawn: the buffers are the caller's again
+                if request.outcome is not None:  # withdrawn: the caller may use the buffers again
                     continue
                 wire.submit(request, since=since)
                 wire.send()

@@ -19,11 +19,11 @@ from enum import Enum, auto
 from tierkv.storage.base import flat, room_for
 from tierkv.storage.protocol import Buffer, Digest
 
-# The scratch buffer holds the end of a value, the next reply's first line, and small replies.
+# The scratch buffer contains the end of a value, the next reply's first line, and small replies.
 _SCRATCH_BYTES = 8 << 10
 _JUNK_BYTES = 256 << 10
 _MAX_NUMBER_CHARS = 20
-# Redis's own limit (proto-max-bulk-len); a larger number comes from something else.
+# Redis's own limit (proto-max-bulk-len); a larger number does not come from Redis.
 _MAX_VALUE_BYTES = 512 << 20
 
 _BITS = re.compile(rb"(?::[01]\r\n)+")
@@ -162,7 +162,7 @@ class Replies:
         self._start = self._end = 0  # received and not yet parsed bytes of the scratch
         self._state = _State.LINE
         self._body: deque[memoryview] = deque()  # buffers for the rest of a value
-        self._drop_bytes = 0  # bytes of a value that are still to come and not wanted
+        self._drop_bytes = 0  # bytes of a too long value that are still to come
         self._reply: Reply = None
         self._own: bytearray | None = None
         self._digest: Digest | None = None  # of the value that is still to come

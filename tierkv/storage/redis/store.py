@@ -203,9 +203,8 @@ class RedisStore(BaseStore):
             new_connection = connection_factory(await router.nodes()[0].locate(), access)
             deadline_s = access.pace.deadline_s(0)
             async with conversation(new_connection, url=self.url, deadline_s=deadline_s) as talk:
-                await talk.ask(
-                    [("PING",)]
-                )  # connects, so that the next answer does not include that time
+                # PING connects, so that the time of connecting is not part of the next exchange.
+                await talk.ask([("PING",)])
                 asked_at = self._clock.monotonic()
                 [reply] = await talk.ask([("TIME",)])
         except StoreUnavailableError as error:
@@ -254,8 +253,8 @@ class RedisStore(BaseStore):
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         if self._num_puts and len(items) > _MANY_WRITES:
-            # The caller of the next batch has blocked the loop already. Answers to other batches
-            # are handled first: otherwise the server is idle for 0.1 to 0.5 ms between two batches
+            # Making this batch has blocked the loop already. Replies to other batches are handled
+            # before it is sent: otherwise the server is idle for 0.1 to 0.5 ms between two batches
             # of 32 values of 512 KiB.
             await asyncio.sleep(0)
         self._num_puts += 1
@@ -317,7 +316,7 @@ class RedisStore(BaseStore):
         left = [tag for tag in nodes if tag not in passed[:-1]]
         if passed and (current := passed.pop()) in left:
             left = [current, *(tag for tag in left if tag != current)]
-        else:  # the first page; or the master that was being listed is gone
+        else:  # the first page, or the master that was being listed has left
             position = 0
         values: dict[str, StoredValue] = {}
         while left and len(values) < limit:
@@ -368,7 +367,7 @@ class RedisStore(BaseStore):
             except (RedisError, OSError) as error:
                 failure = error
                 continue
-            except BaseException:  # redis-py leaves the socket of a cancelled connect open
+            except BaseException:  # redis-py does not close the socket of a cancelled `connect`
                 await connection.disconnect()
                 raise
             return connection

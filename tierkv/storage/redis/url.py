@@ -28,7 +28,7 @@ class Setup(Enum):
     """The kind of Redis installation that a URL names: one server, Sentinels, or a cluster."""
 
     SERVER = "server"
-    SENTINEL = "sentinel"  # the URL names sentinels, which know the master of a service
+    SENTINEL = "sentinel"  # the URL names Sentinels, which know the address of the master
     CLUSTER = "cluster"  # the URL names some of the nodes
 
 

@@ -139,9 +139,8 @@ class TlsPipe:
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._socket = sock
         self.fd = sock.fileno()
-        self.is_at_home = (
-            False  # encryption takes longer than cache misses, so the cache does not limit it
-        )
+        # Encryption takes longer than cache misses, so the cache does not limit values in flight.
+        self.is_at_home = False
         self._begun: memoryview | None = None
 
     @property
@@ -200,7 +199,7 @@ async def _connect(address: Address) -> socket.socket:
     found = await _resolved(address)
     if not found:
         raise OSError(f"the host {address.host} has no IP address")
-    # Each address is tried _START_S seconds after the one before, since its machine may be down.
+    # Each address is tried _START_S seconds after the previous one, whose machine may be down.
     infos = [(f, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where) for f, where in found]
     try:
         sock = await start_connection(infos, happy_eyeballs_delay=_START_S)  # type: ignore[arg-type]
@@ -216,7 +215,7 @@ async def _connect(address: Address) -> socket.socket:
 async def _resolved(address: Address) -> Sequence[tuple[int, object]]:
     """Return pairs (address family, socket address) of a host, in the resolver's order."""
     for family in (socket.AF_INET, socket.AF_INET6):
-        try:  # an address needs no look-up in a thread, which takes 17 ms on a busy machine
+        try:  # an IP address needs no DNS query in a thread, which takes up to 17 ms
             socket.inet_pton(family, address.host)
         except OSError:
             continue
@@ -225,7 +224,7 @@ async def _resolved(address: Address) -> Sequence[tuple[int, object]]:
         found = await asyncio.get_running_loop().getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM
         )
-    except ValueError as error:  # an impossible name: a label of 64 letters, a NUL
+    except ValueError as error:  # an impossible name, such as one with a label of 64 letters
         raise socket.gaierror(socket.EAI_NONAME, "this is no name of a host") from error
     return [(family, where) for family, _, _, _, where in found]
 
@@ -247,7 +246,7 @@ def _is_at_home(sock: socket.socket) -> bool:
         return False
     try:
         return bool(sock.getpeername()[0] == sock.getsockname()[0])
-    except OSError:  # the peer has ended already: the next read raises
+    except OSError:  # the peer has closed already, so the next read raises
         return False
 
 
@@ -495,8 +494,8 @@ _HEADS_BYTES = 64 << 10
 _MAX_IN_FLIGHT = 64
 # With at most this many requests in flight the server may soon be idle, so the next request is sent
 # as soon as one ends. With more reads in flight the next ones are sent in one call, after all
-# received bytes are parsed: GET of 64 KiB is 1.3 to 1.6 times as fast so. Answers to SET are short,
-# and each has its successor sent at once.
+# received bytes are parsed: GET of 64 KiB is then 1.3 to 1.6 times as fast. Replies to SET are
+# short, so after each reply the next request is sent at once.
 _FEW_IN_FLIGHT = 2
 
 
@@ -727,7 +726,7 @@ class Wire:
         waiting.request.settle(waiting.replies)
         last = replies[wanted - 1]
         if isinstance(last, Refused) and last.code == "READONLY":
-            # The server is no master any more: the next connection looks for the master's address.
+            # The server is no longer the master: the next connection asks for the master's address.
             self.close(Unanswered("became a replica"))
         return replies[wanted:]
 
@@ -745,7 +744,7 @@ class Wire:
                 break
             except OSError as error:
                 self._is_broken = True
-                self._read_turn()  # received bytes may hold the reason, or earlier answers
+                self._read_turn()  # received bytes may contain the reason, or earlier replies
                 if not self.is_lost:
                     self._lose(why_unreachable(error))
                 return
