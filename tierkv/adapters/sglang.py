@@ -332,9 +332,9 @@ class TierKVHiCache(HiCacheStorage):
         return pages
 
     def _pools(self, name: str) -> list[PagePool]:
-        """Return the tierkv pools for SGLang's pool `name`, one per shard of heads.
+        """Return the tierkv pools for SGLang's pool `name`, one for each shard of heads.
 
-        [] without pages.
+        The result is [] for a pool without pages.
         """
         if name not in self._pages:
             raise ConfigError(
@@ -349,10 +349,7 @@ class TierKVHiCache(HiCacheStorage):
         act: Callable[[PagePool, Sequence[bytes], Sequence[int]], Future[list[bool]]],
         kind: str,
     ) -> dict[str, list[bool]]:
-        """Run `act` for all pools at once and wait.
-
-        Return by pool, for each page, True for success.
-        """
+        """Run `act` for all pools at once and wait; return each page's success, by pool."""
         # All transfers are awaited: SGLang reuses a page as soon as this method returns.
         began_at = time.perf_counter()
         started: list[tuple[PoolTransfer, list[Future[list[bool]]] | None]] = []
@@ -462,7 +459,7 @@ class _HostPages:
     def _meta(self, host_indices: torch.Tensor) -> tuple[_Ints, _Ints]:
         """Return the address and the bytes of each part of each page.
 
-        Empty for a pool without bytes.
+        [] and [] for an empty pool.
         """
         if self._num_ranks > 1:
             meta = self._pool.get_split_heads_page_buffer_meta(host_indices, self._num_ranks)
@@ -499,7 +496,7 @@ def _answer(future: Future[_T], failed: _T) -> _T:
 
 
 def _all_of(futures: Sequence[Future[list[bool]]], num_pages: int) -> list[bool]:
-    """Return True for each page for which the results of all `futures` are True."""
+    """Return one bool for each page: True if it is True in the results of all `futures`."""
     none = [False] * num_pages
     answers = [_answer(future, none) for future in futures]
     return (

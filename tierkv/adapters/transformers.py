@@ -116,7 +116,7 @@ class PromptHit:
         host: tokens that were loaded from host memory.
         storage: tokens that were fetched from the store.
         computed: tokens that the model computed.
-        problem: the error because of which cached tokens were computed; None without an error.
+        problem: the error that prevented cached tokens from being loaded; None without an error.
     """
 
     device: int = 0
@@ -356,7 +356,11 @@ class _Begun:
         return len(self.tokens) - self.hit.computed
 
     def is_of(self, tokens: npt.NDArray[np.int64], max_tokens: int) -> bool:
-        """Return True if `tokens` begin with this prompt, and its hit has at most `max_tokens`."""
+        """Return True if this load fits a call with `tokens`.
+
+        The tokens must begin with the prompt, and at most `max_tokens` of them may come from the
+        cache.
+        """
         begins = np.array_equal(tokens[: len(self.tokens)], self.tokens)
         return begins and self.num_there <= max_tokens
 
@@ -731,9 +735,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._begun = _Begun(tokens, self._bring(0, tokens, len(tokens) - 1))
 
     def _pop_begun(self, ids: torch.Tensor, max_tokens: int) -> PromptHit | None:
-        """Return the hit of the load that `_begin` started.
+        """Return the hit of the load that `_begin` started; None if it does not fit.
 
-        Cancel it and return None if it does not fit.
+        A load that does not fit is dropped.
         """
         begun, tokens = self._begun, ids[0].cpu().numpy()
         if (
@@ -754,7 +758,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._held, self._num_kept = self._held[:0], 0
 
     def _place(self, num_tokens: int) -> None:
-        """Set the length of every layer to the first `num_tokens` tokens of the device memory."""
+        """Let every layer show the first `num_tokens` tokens of the device memory."""
         for layer, planes in zip(self.layers, self._layout.planes_of_layer, strict=True):
             layer.place(self._room, planes, num_tokens)
 
@@ -906,7 +910,7 @@ class _Moves:
     def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> _Asked[int]:
         """Copy a text's new blocks to the host.
 
-        The result is the number of tokens that lookups find.
+        Return the future number of tokens that lookups find.
         """
         self._hurries = False
         return self._ask(self._kept, tokens, num_kept)
@@ -977,7 +981,7 @@ class _Moves:
     def wait_layer(self, load: _Load, layer: int) -> None:
         """Let the compute stream wait until a layer is loaded.
 
-        Only `failed` reports a failed load.
+        A failed load raises no error here; `failed` reports it.
         """
         with suppress(TierKVError):
             self._planes.wait_layer(load.number, layer, _COPY_S)
@@ -1093,7 +1097,7 @@ class _Asked(Generic[T]):
 
 
 class _Timer:
-    """A clock for the seconds that the model takes to compute prompts.
+    """A clock for the time that the model needs to compute prompts.
 
     On CUDA, `read` waits until the device has computed them.
 
@@ -1433,9 +1437,9 @@ def _num_common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> in
 
 
 def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
-    """Return the token ids [1, tokens] of a forward pass.
+    """Return a forward pass's token ids, [1, tokens].
 
-    Raise BadRequestError for other inputs.
+    BadRequestError is raised for inputs that the cache does not support.
     """
     ids = given.get("input_ids")
     if ids is None:

@@ -562,8 +562,8 @@ class _Tracked:
         claims: id of the ticket whose blocks the request loads; None without one.
         publishes: id of the ticket under which the prompt is handed over; None without one.
         num_local: number of leading tokens that vLLM had in device blocks at the last lookup.
-        found: by cache group, numbers of the prompt's blocks that the lookup found after those of
-            `num_local`.
+        found: by cache group, numbers of the prompt's blocks that the lookup found, after the first
+            `num_local` tokens.
         saved: by cache group, number of leading blocks that are on the host or are being copied
             there; in a cache group of states, the blocks up to the last saved state.
         boundary: number of tokens before the last state chosen to be saved; 0 without one.
@@ -571,8 +571,8 @@ class _Tracked:
         has_saves: True while saves run.
         is_loading: True while a load runs.
         num_lost: number of lookups whose blocks had left the host before they were loaded.
-        passed: number of the request's tokens at a lookup that found too few tokens to load. There
-            is no further lookup while the request has as many tokens. None before.
+        passed: number of the request's tokens when a lookup found too few tokens to load. While
+            this number is the same, there is no further lookup. None before.
         is_of_old: True if the cache was reset after the request began. Nothing of the request is
             saved then.
         due: the step in which a generating request may have enough unsaved tokens for a save; None
@@ -818,9 +818,9 @@ class _SchedulerSide:
         )
 
     def _offered(self, tracked: _Tracked, num_computed: int, found: Found) -> int | None:
-        """Return how many of the found tokens to load; None to look up again without a lost ticket.
+        """Return how many of the found tokens to load; 0 if they are too few to be worth a load.
 
-        The result is 0 if too few tokens were found to be worth a load.
+        The result is None if the request's ticket is lost: look up again without it.
         """
         request, name = tracked.request, tracked.request.request_id
         if found.problem is not None and tracked.claims is not None:
@@ -844,9 +844,9 @@ class _SchedulerSide:
         return found.num_tokens
 
     def _has_nothing(self, tracked: _Tracked, num_computed: int) -> bool:
-        """Return True if a lookup would surely find too few tokens.
+        """Return True if a lookup would surely find too few tokens to load.
 
-        Record the request as looked up then.
+        The request then counts as looked up.
         """
         request, size = tracked.request, self._groups[self._main].block_size
         num_saved = num_blocks = 0
@@ -914,10 +914,7 @@ class _SchedulerSide:
         return tracked
 
     def _prompt(self, tracked: _Tracked, num_tokens: int) -> Prompt | None:
-        """Return the first `num_tokens` tokens.
-
-        None while the files of the LoRA adapter are read.
-        """
+        """Return the first `num_tokens` tokens; None while the LoRA adapter's files are read."""
         request, prompt = tracked.request, tracked.prompt
         size = self._groups[self._main].block_size
         if prompt is None:
@@ -948,10 +945,7 @@ class _SchedulerSide:
         return prompt
 
     def _extra(self, request: Request) -> bytes | None:
-        """Return bytes that stand for salt, LoRA adapter and reset.
-
-        None while the adapter is read.
-        """
+        """Return salt, LoRA adapter and reset as bytes; None while the adapter's files are read."""
         if request.lora_request is None and not request.cache_salt and not self._epoch:
             return b""
         adapter = b""
@@ -1117,11 +1111,10 @@ class _SchedulerSide:
         return tracked.saved[self._main] * size if tracked.saved else 0
 
     def _save_filled(self, tracked: _Tracked, step: SchedulerOutput) -> int | None:
-        """Save a request's full blocks if they are enough.
+        """Save a request's full blocks if they are enough for a save.
 
-        Return how many tokens this step has computed.
-
-        The count includes earlier steps. It is None if the step does not run the request.
+        Return the number of its tokens that are computed at the end of this step; None if the step
+        does not run the request.
         """
         request, main = tracked.request, self._groups[self._main]
         name = request.request_id
@@ -1383,10 +1376,7 @@ class _SchedulerSide:
         self.cache.keep_session(session, prompt, self.settings.session_ttl_s)
 
     def pop_counts(self) -> TierKVStats | None:
-        """Return the counts since the last call.
-
-        None if there are none, or if they come in a later step.
-        """
+        """Return the counts since the last call; None if there are none, or not in this step."""
         if not self._counts or (self._tracked and not self._is_turn):
             return None
         counts = dict(self._counts)
@@ -1450,7 +1440,7 @@ class _SchedulerSide:
         return self._findable(num_tokens) if tracked.publishes is not None else tracked.boundary
 
     def _last_stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
-        """Return, by cache group, how many blocks an ended request's `num_tokens` tokens have."""
+        """Return, by cache group, how many blocks an ended request has for `num_tokens` tokens."""
         if self._states:
             return self._stops(tracked, num_tokens)
         return [-(-num_tokens // group.block_size) for group in self._groups]
@@ -1460,7 +1450,7 @@ class _SchedulerSide:
     ) -> dict[str, Any] | None:
         """Save an ended request's unsaved blocks.
 
-        Return the `kv_transfer_params` for the client, if any.
+        Return the client's `kv_transfer_params`, if any.
         """
         request, ticket = tracked.request, tracked.publishes
         num_tokens = self._num_to_save(tracked, block_ids)

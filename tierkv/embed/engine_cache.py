@@ -85,11 +85,11 @@ class Found:
             device blocks.
         first_tokens: first output tokens, from the ticket of the node that computed the prompt; ()
             without a ticket.
-        problem: the error because of which not more tokens were found; None without an error.
+        problem: the error that prevented more tokens from being found; None without an error.
         blocks: for each cache group, the numbers of the prompt's blocks to load. Block n has the
             tokens from n * block_size on, with the group's own block size.
-        num_there: number of the prompt's leading tokens on the host, including tokens that the
-            engine has in device blocks, too.
+        num_there: number of the prompt's leading tokens on the host. Tokens that the engine has in
+            device blocks count, too.
         storage_tokens: number of found tokens that this lookup fetched from storage (the last
             ones). Always 0 with a `NodeHost`.
     """
@@ -211,7 +211,7 @@ class LocalHost:
     def close(self) -> None:
         """Release all blocks and slots of the engine, and end the thread.
 
-        Call it only after all ranks have stopped copying.
+        Call this only after all ranks have stopped copying.
         """
         try:
             self.call(HostSide.give_back).wait(_CLOSE_S)
@@ -666,7 +666,7 @@ class EngineCache:
     def num_saved(self, names: Sequence[ExternalId]) -> int:
         """Return the number of a prompt's leading blocks that are on the host or being saved.
 
-        As in `num_on_host`, a block counts only if the engine has passed its name.
+        A block counts only if the engine has passed its name to this cache.
 
         Args:
             names: the engine's names of the prompt's blocks in the first cache group of full
@@ -867,10 +867,7 @@ class EngineCache:
         positions: Sequence[int],
         blocks: array[int],
     ) -> _Part | None:
-        """Return one cache group's blocks to copy, with reserved host slots.
-
-        None if there are none.
-        """
+        """Return one cache group's unsaved blocks with their host slots; None without any."""
         full = prompt.num_tokens // self.groups[group].block_size
         saved = known.saved.get(group, 0)
         if positions[0] < saved:
@@ -890,8 +887,8 @@ class EngineCache:
     def join(self, plans: Sequence[Plan]) -> Plan:
         """Return one plan for the ranks that replaces all the given plans of saves.
 
-        Ranks start one large copy faster than many small ones. If it fails, all of these saves have
-        failed.
+        Ranks start one large copy faster than many small ones. If the joined copy fails, all of
+        these saves have failed.
 
         Args:
             plans: one or more plans of `save` that were not joined before and that no rank has.
@@ -1223,10 +1220,7 @@ class EngineCache:
         self._save_over(step)
 
     def _not_saved(self, step: _Step) -> None:
-        """Put the host slots of a failed save back into the reserve.
-
-        The next save copies its blocks.
-        """
+        """Put a failed save's host slots back into the reserve, and mark its blocks as unsaved."""
         saved = step.known.saved
         for part in step.parts:
             self._reserve[part.group].extend(part.slots)

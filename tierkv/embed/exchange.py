@@ -181,8 +181,8 @@ class Exchange:
     Attributes:
         failure: error with which new calls are refused; None while calls are accepted.
         holds: True to collect new calls until `flush` sends them together. The service's thread is
-            then woken once in a step of the engine, instead of once for each call (30 us each). A
-            method that waits for a call sends the collected calls first.
+            then woken once in a step of the engine, instead of once for each call (30 us each).
+            Methods that wait for a call send the collected calls first.
 
     Args:
         max_calls: number of open calls beyond which new calls are refused.
@@ -239,7 +239,7 @@ class Exchange:
             self._wake()
 
     def poll(self) -> list[Call[Any]]:
-        """Return the calls that have finished since the last poll, in the order of their ends.
+        """Return the calls that have finished since the last poll, in the order of finishing.
 
         Calls whose result was already read are left out. Never blocks.
         """

@@ -153,10 +153,7 @@ _TYPES: dict[str, Any] = {one.__name__: one for one in (Copied, HeldRun, Kept)}
 
 
 def _packed(value: Any, numbers: dict[object, int]) -> Any:  # noqa: ANN401, PLR0911 - any of them
-    """Return `value` in types that msgpack can encode.
-
-    A promise becomes its number in `numbers`.
-    """
+    """Return `value` in types of msgpack; a promise becomes its number in `numbers`."""
     if isinstance(value, HostPromise):
         return {"number": numbers[value]}
     if isinstance(value, (array, range)):
@@ -359,9 +356,8 @@ class NodeHost:
     def close(self) -> None:
         """Wait up to 5 s for running calls, and disconnect.
 
-        The node then releases this engine's blocks.
-
-        Call it only after the ranks in this process have stopped copying.
+        The node then releases this engine's blocks. Call this only after the ranks in this process
+        have stopped copying.
         """
         if self._thread is None:
             return
@@ -558,9 +554,9 @@ class EngineListener:
         return hello
 
     async def _serve(self, come: tuple[socket.socket, EngineHello], side: HostSide) -> None:
-        """Answer an engine's calls.
+        """Answer an engine's calls until it ends; then release its blocks and slots.
 
-        Release its blocks once none of its processes can copy any more.
+        The release waits until none of the engine's processes can copy any more.
         """
         (end, hello), loop = come, asyncio.get_running_loop()
         try:
@@ -661,7 +657,7 @@ class _Engine:
         side: the host tier.
         allowed: by cache group, the number of slots that the engine may have reserved for saves, as
             last sent to the engine.
-        share: returns the number, by cache group, that the engine may have reserved now.
+        share: returns the number of slots, by cache group, that the engine may have reserved now.
     """
 
     def __init__(
@@ -771,10 +767,7 @@ class _Engine:
         return _packed(result, self._numbers)
 
     async def _reserve(self, counts: Sequence[int]) -> list[Any]:
-        """Reserve slots for saves.
-
-        Return them, and the new limits of reserved slots, by cache group.
-        """
+        """Reserve slots for saves; return the slots and the new limits, by cache group."""
         before, self._allowed = self._allowed, self._share()
         parts = zip(counts, before, self._allowed, strict=True)
         found = await self._side.reserve([count + now - then for count, then, now in parts])

@@ -93,7 +93,7 @@ class _UnknownError(Exception):
 
 
 class _Asked(Enum):
-    """The treatment of blocks that were not looked up in storage yet."""
+    """The ways in which `_Valid` counts a block that was not looked up in storage yet."""
 
     HOST_ALONE = "host"  # only blocks on the host count
     HOPES = "hopes"  # they count as stored with all tokens
@@ -468,10 +468,9 @@ class GroupTier:
     # Storing
 
     def _write_down(self, block: FlatBlock) -> None:
-        """Begin to store a block, if the write policy stores blocks now or is write-back.
+        """Begin to store a block, if it is due under the write policy.
 
-        Elsewhere, write-back stores a block at its eviction. Here, evictions do not wait for a
-        store.
+        With write-back, a block is due at once: evictions in this tier do not wait for a store.
         """
         is_due = self._rule.writes_now(block.hits) or self._rule.policy is WritePolicy.WRITE_BACK
         if is_due and not block.is_stored and self.storage is not None:

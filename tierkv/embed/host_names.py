@@ -15,8 +15,8 @@ class HostNames:
     because the service stores and evicts blocks at any time.
 
     Args:
-        group: number of the cache group, which must be the one in the index: on the host, a
-            prompt's blocks in the index have no gaps.
+        group: number of the cache group. It must be the indexed one, because only that group's
+            blocks of a prompt have no gaps on the host.
     """
 
     wants_tokens = False

@@ -81,8 +81,8 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Limits of an engine's host tier.
 
     Attributes:
-        max_promised: largest share of the host slots (0 to 1) that may have blocks found by lookups
-            and not loaded yet.
+        max_promised: largest share of the host slots, 0 to 1, that may be protected for lookups
+            whose blocks the engine has not loaded yet.
         promise_ttl_s: seconds for which found blocks are protected from eviction.
         save_blocks: number of free host slots kept ready for saves.
         event_tokens: true to put the tokens of blocks, which are the content of prompts, into
@@ -252,7 +252,7 @@ class HostPromise:
         lease: the reference that protects the blocks in the index; None without any.
         held: by cache group outside the index, the protected blocks.
         ticket: the ticket that was claimed; None without one.
-        problem: the error because of which there are not more tokens; None without an error.
+        problem: the error that prevented more tokens; None without an error.
         storage_tokens: number of tokens that were fetched from storage for this promise.
         num_blocks: by cache group, the number of blocks that count against the limit of all
             promises.
@@ -282,7 +282,7 @@ class HostPromise:
         return not self.owner
 
     def claim(self) -> bool:
-        """Claim the end of the promise: return True to the first caller, False to later ones.
+        """End the promise: return True to the first caller, and False to later ones.
 
         The first caller must then release the blocks.
         """
@@ -345,7 +345,7 @@ class _Planned(NamedTuple):
 
     Attributes:
         num_tokens: number of its tokens.
-        problem: the error because of which it is not longer; None without an error.
+        problem: the error that prevented a longer one; None without an error.
         known: the blocks of the indexed cache group that storage has; None if they were not looked
             up.
     """
@@ -607,9 +607,9 @@ class HostSide:
     async def _ask(
         self, lookups: dict[int, GroupLookup], wanted: Mapping[int, Sequence[int]]
     ) -> None:
-        """Look up the `wanted` blocks of all cache groups in storage at once.
+        """Look up the `wanted` blocks of all cache groups in storage in one batch.
 
-        Record the answers.
+        The answers are recorded in `lookups`. Blocks that were looked up before are skipped.
         """
         missing: dict[int, list[int]] = {}
         for number, positions in wanted.items():
@@ -635,7 +635,7 @@ class HostSide:
             tier.note_answer(lookup, some, there)
 
     async def _longest(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return how many tokens, up to `bound`, all groups outside the index have.
+        """Return how many tokens, up to `bound`, every cache group outside the index has.
 
         Tokens on the host and in storage count. Storage is asked for all these cache groups at
         once, in batches that grow.
@@ -658,7 +658,7 @@ class HostSide:
             most *= _MORE_ASKED
 
     def _longest_here(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return how many tokens, up to `bound`, the host has in all groups outside the index."""
+        """Return how many tokens, up to `bound`, the host has in every group outside the index."""
         valid = [
             (self._groups[number], self._tiers[number].valid(lookup, bound))
             for number, lookup in lookups.items()
@@ -668,11 +668,11 @@ class HostSide:
     async def _bring_all_groups(
         self, prompt: Prompt, keys: Sequence[StoredKey], bringing: _Bringing, bound: int
     ) -> str | None:
-        """Fetch missing blocks with `_brought`, if this seems to be faster than computing.
+        """Fetch missing blocks of all cache groups, if this seems to be faster than computing.
 
-        Return the error because of which the prompt is not complete on the host, or None. The wait
-        ends with the budget. If the request may compute then, the fetch continues without it, to
-        measure the speed of storage.
+        Return the error that prevented some of them, or None. The wait ends with the budget. If the
+        request may compute then, the fetch continues in the background, to measure the speed of
+        storage.
         """
         service, budget, promise = self._service, bringing.budget, bringing.promise
         assert promise is not None, "its request waits"
@@ -725,9 +725,10 @@ class HostSide:
         bound: int,
         answered: asyncio.Future[str | None],
     ) -> None:
-        """Fetch missing blocks with `_brought`, measure the speed of storage, and set `answered`.
+        """Fetch missing blocks, measure the speed of storage, and set `answered`.
 
-        If the request may compute, the fetch ends at `cache.fetch_deadline_s`.
+        `answered` gets the error that prevented some blocks, or None. If the request may compute,
+        the fetch ends at `cache.fetch_deadline_s`.
         """
         service, time = self._service, asyncio.get_running_loop().time
         tier, began_at = service.estimator.tier, time()
@@ -869,8 +870,7 @@ class HostSide:
     ) -> None:
         """Protect for `promise` the blocks of the first `num_tokens` tokens.
 
-        The host must have them in every cache group: no await may come between that check and this
-        call.
+        The caller has just checked, with no await since then, that the host has these blocks.
         """
         promise.num_tokens = num_tokens
         promise.parts = [HeldRun(0, array("i")) for _ in self._groups]
@@ -1252,9 +1252,10 @@ class HostSide:
         return self._service.stats()
 
     async def verify(self) -> list[str]:
-        """Recount the host tier.
+        """Compare a recount with the host tier's own counts, and verify the service.
 
-        Return a sentence for each error that a recount or the service finds.
+        Returns:
+            A sentence for each error; [] without errors.
         """
         leases = sum(one.lease is not None for one in self._promises)
         wrong = self._service.verify(num_leases=leases)
@@ -1386,7 +1387,7 @@ class SavedPrompt:
             self._service.tiers.work.capacity_changed()
 
     async def store_rest(self) -> None:
-        """Store the blocks of the groups outside the index.
+        """Store the prompt's blocks in the cache groups outside the index.
 
         Raises:
             StoreUnavailableError: a block was not stored.

@@ -79,7 +79,7 @@ class _Held:
 
     Attributes:
         session: the request in the service.
-        turn: a lock that operations get in the order of their calls.
+        turn: a lock that operations acquire in the order of their calls.
         tasks: operations that run or wait for the lock.
     """
 

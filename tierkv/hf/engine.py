@@ -61,8 +61,8 @@ class _Call:
     Attributes:
         run: The request.
         chunk: int32 [n], tokens of the prompt, or the last generated token.
-        outcome: The future of the token that follows the chunk. Its result is None if this token is
-            already known, because it is part of the prompt.
+        outcome: The future of the token that follows the chunk. Its result is None if this token
+            was known before, and none was chosen.
     """
 
     run: ModelRun
@@ -294,7 +294,10 @@ class TransformersEngine(SessionEngine):
 # cores, pools wake up slowly. Without a pool of the main thread, SmolLM2-135M on 2 cores takes 69
 # ms for a token instead of 83 ms or more.
 def _in_own_thread(load: Callable[[], PagedModel]) -> PagedModel:
-    """Return the result of `load`, called in a new thread, with which its OpenMP pool ends."""
+    """Return the result of `load`, called in a new thread.
+
+    The pool of OpenMP threads that `load` starts ends with the new thread.
+    """
     loaded: Future[PagedModel] = Future()
 
     def run() -> None:

@@ -98,7 +98,6 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
 
 
 def _weight_bytes(path: Path, dtype: str) -> int:
-    """Return the number of bytes that a model's weights will take in memory."""
     if path.is_file():
         num_items = sum(math.prod(shape) for shape in GGUFFile(path).tensors.values())
     else:
@@ -237,7 +236,7 @@ class PagedModel:
     def _probe(self) -> None:
         """Switch the model to attention over blocks.
 
-        Raise LayoutError if its logits change by that.
+        Raise LayoutError if this changes its logits.
         """
         size = min(self.vocab_size, 1 << 16)
         tokens = np.random.default_rng(0).integers(0, size, _PROBE_TOKENS).astype(np.int32)

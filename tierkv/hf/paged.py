@@ -201,8 +201,8 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
     """The cache of one layer as transformers sees it; the keys and values are in the planes.
 
     Attributes:
-        given: The keys that `update` returned last. Attention that gets other keys belongs to a
-            model that changes them first.
+        given: The keys that `update` returned last, to find out if the model changes them before it
+            attends.
 
     Args:
         number: Number of the layer.
@@ -282,8 +282,8 @@ class Pages:
         step: The step that is being computed; None between steps.
         returns_all: True if `PlaneLayer.update` returns the keys and values of whole requests,
             because the model changes them before it attends; False if attention reads the planes.
-        reads_planes: True as long as attention has got no other keys than those that
-            `PlaneLayer.update` returned.
+        reads_planes: False once attention has received other keys than `PlaneLayer.update`
+            returned. The model then changes keys, and attention cannot read them in the planes.
 
     Args:
         planes: uint8 [num_blocks, block_bytes] each, in the layout's order.
