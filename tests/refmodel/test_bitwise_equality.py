@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import numpy as np
 import pytest
@@ -60,22 +59,6 @@ def test_decoding_token_by_token_gives_the_bits_of_a_cold_prefill(kv_dtype: KVDt
         cold = PagedRun(model(kv_dtype, 7), len(tokens), table_seed=1)
         assert cold.feed(tokens[: position + 1]).tobytes() == logits.tobytes(), position
         assert cold.kv() == decode.kv(), position
-
-
-@cache
-def cold_run(kv_dtype: KVDtype) -> tuple[bytes, bytes]:
-    """Logits and KV of 3,000 tokens."""
-    cold = PagedRun(model(kv_dtype, 64), 3000)
-    return cold.feed(random_tokens(3000)).tobytes(), cold.kv()
-
-
-@pytest.mark.parametrize("kv_dtype", DTYPES)
-@pytest.mark.parametrize("cut", [1, 255, 1025])
-def test_a_long_prompt_in_two_parts_gives_the_bits_of_one(cut: int, kv_dtype: KVDtype) -> None:
-    tokens = random_tokens(3000)
-    run = PagedRun(model(kv_dtype, 16), len(tokens), table_seed=2)
-    run.feed(tokens[:cut])
-    assert (run.feed(tokens[cut:]).tobytes(), run.kv()) == cold_run(kv_dtype)
 
 
 def test_what_later_positions_hold_in_the_planes_changes_no_bit() -> None:

@@ -81,15 +81,6 @@ def test_a_gguf_file_computes_what_its_weights_say(kind: str, tied: bool, tmp_pa
         assert not close_to(found, llama_logits(tensors, TOKENS)), "the control"
 
 
-def test_the_cuts_of_a_prompt_change_no_bit(tmp_path: Path) -> None:
-    model = model_at(write_llama(tmp_path, llama_tensors(tied=True)))
-    whole = PagedRun(model, len(TOKENS)).feed(TOKENS)
-    cut = PagedRun(model, len(TOKENS))
-    cuts = ((0, 1), (1, 100), (100, 256), (256, 299), (299, 300))
-    logits = [cut.feed(TOKENS[start:end]) for start, end in cuts]
-    assert np.array_equal(logits[-1], whole)
-
-
 def arrays(weights: Weights) -> Iterator[Floats]:
     yield from (weights.embedding, weights.unembedding)
     for layer in weights.layers:

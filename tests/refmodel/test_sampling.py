@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.refmodel.paged_run import PROSE, PagedRun, model
 from tierkv.engine import Sampling
 from tierkv.engine_runs import logprobs_of
 from tierkv.errors import BadRequestError
@@ -36,29 +35,6 @@ def test_the_choices_of_a_seed_are_pinned() -> None:
     warm = Sampling(temperature=1.0, seed=5)
     found = [sample(LOGITS, warm, position) for position in range(8)]
     assert found == [242, 197, 249, 133, 248, 169, 223, 246]
-
-
-def test_another_seed_chooses_otherwise() -> None:
-    ours, theirs = (
-        [sample(LOGITS, Sampling(temperature=1.0, seed=seed), at) for at in range(50)]
-        for seed in (1, 2)
-    )
-    assert ours != theirs
-
-
-def test_a_second_node_goes_on_where_the_first_stopped() -> None:
-    warm = Sampling(temperature=0.8, seed=11, top_k=40)
-    single = PagedRun(model(), 400)
-    out = [sample(single.feed(PROSE), warm, single.length)]
-    while len(out) < 20:
-        out.append(sample(single.feed(out[-1:]), warm, single.length))
-
-    second = PagedRun(model(block_size=64), 400, table_seed=9)
-    second.feed([*PROSE, *out[:9]])
-    resumed = out[:10]
-    while len(resumed) < 20:
-        resumed.append(sample(second.feed(resumed[-1:]), warm, second.length))
-    assert resumed == out
 
 
 def test_frequencies_follow_the_softmax() -> None:

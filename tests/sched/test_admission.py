@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.latch import PATIENCE_S, finish, turns, until
+from tests.latch import finish, turns, until
 from tests.world import BLOCK, tokens, world
 from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import (
@@ -129,24 +129,6 @@ async def test_a_grown_conversation_fits_though_its_tail_fills_the_device() -> N
         await here.run([*tokens(15), 99])
 
 
-async def test_waiting_requests_do_not_hold_each_other_up_by_what_they_fetched() -> None:
-    async with world(device_blocks=4, with_store=True) as here:
-        await here.run(tokens(8))
-        here.the_store.hold()
-
-        async def one(prompt: list[int], name: str) -> None:
-            request = await here.admit(prompt, name=name)
-            here.service.scheduler.end(request)
-
-        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-            group.create_task(one(tokens(16, 100), "large"))
-            group.create_task(one([*tokens(8), 50], "cached"))
-            group.create_task(one([*tokens(8), 60], "cached too"))
-            await here.the_store.until_held(2)
-            here.the_store.release()
-        await here.settle()
-
-
 @pytest.mark.parametrize("how", ["cancel", "abort"])
 async def test_a_request_that_leaves_the_queue_lets_the_next_one_in(how: str) -> None:
     async with world(device_blocks=4) as here:
@@ -174,14 +156,6 @@ async def test_a_request_ends_once() -> None:  # fault 9
             here.service.scheduler.end(request)
         with pytest.raises(OwnershipError, match="has ended"):
             await here.service.scheduler.commit(request, pack(tokens(5)))
-
-
-async def test_an_ended_request_leaves_its_tenants_count_of_private_blocks() -> None:
-    async with world() as here:
-        first, second = await here.admit(tokens(8)), await here.admit(tokens(8, 100))
-        here.service.scheduler.end(first)  # the count stays listed, as `second` still runs
-        assert here.service.verify() == []
-        await here.ended(second)
 
 
 async def test_without_cache_everything_is_computed_and_nothing_breaks() -> None:

@@ -18,6 +18,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
+from tierkv.sched import copies
 from tierkv.sched.budget import Budget
 from tierkv.sched.copies import GROUP_BLOCKS, PIECE_BLOCKS, count_stored, keys_beyond
 from tierkv.sched.fetch import NO_ROOM
@@ -265,22 +266,6 @@ async def test_a_tail_of_which_a_part_is_cached_here_is_fetched_whole() -> None:
         await here.ended(request)
 
 
-@pytest.mark.parametrize("is_gone", [True, False])
-async def test_the_slot_for_a_shared_tail_is_free_again_if_its_fetch_brings_nothing(
-    is_gone: bool,
-) -> None:
-    store = await filled(tokens(11))
-    async with world(store=store, host_blocks=8) as here:
-        if is_gone:  # it stays in the list of tails, where another prompt finds it
-            await store.delete(here.names(tokens(11))[-1:])
-        prompt = [*tokens(10), 500]
-        request = await here.admit(prompt)
-        assert request.cached_tokens == (8 if is_gone else 10)
-        await here.prefill(request, prompt)  # checks every byte
-        await here.ended(request)
-        assert here.service.stats().host.free == (6 if is_gone else 5)
-
-
 async def test_what_came_from_the_store_is_not_written_there_again() -> None:
     async with world(
         store=await filled(tokens(18)), host_write=THROUGH, storage_write=THROUGH
@@ -292,20 +277,19 @@ async def test_what_came_from_the_store_is_not_written_there_again() -> None:
         assert held == 0
 
 
-@pytest.mark.parametrize("device_blocks", [32, 64])
-async def test_what_was_fetched_stays_and_counts_as_storages_on_a_full_node_that_writes_back(
-    device_blocks: int,
-) -> None:
+async def test_what_was_fetched_stays_and_counts_as_storages_on_a_full_node_that_writes_back() -> (
+    None
+):
     prompt, back = tokens(99, 10_000), WritePolicy.WRITE_BACK
     store = await filled(prompt)
     async with world(
         store=store,
-        device_blocks=device_blocks,
+        device_blocks=32,
         host_blocks=64,
         host_write=back,
         storage_write=back,
     ) as here:
-        for turn in range(6):
+        for turn in range(3):
             for number in range(8):  # fills both tiers with what must be written first
                 await here.run(tokens(96, 100_000 * (turn + 1) + 1_000 * number))
             assert (await here.run(prompt)).storage_tokens == 98
@@ -413,34 +397,25 @@ async def test_blocks_of_a_store_that_was_lost_during_the_fetch_do_not_count_as_
 # What storage has of a long prompt is asked for in pieces, with the answer that one piece has.
 
 
-async def counted(here: World, prompt: list[int], piece_blocks: int) -> int:
-    storage, index = here.service.tiers.copies.storage, here.service.index
-    assert storage is not None
-    asked = here.prompt(prompt)
-    keys = keys_beyond(index, asked, index.match(asked))
-    return await count_stored(storage, keys, piece_blocks=piece_blocks)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 8, 11, 12, 23, 24, 25])  # blocks of 4
+@pytest.mark.parametrize("hole", [None, *range(7)])
 @pytest.mark.parametrize("num_near", [0, 8])
-async def test_pieces_of_any_size_count_the_same(num_tokens: int, num_near: int) -> None:
-    prompt = list(range(num_tokens))
+async def test_pieces_of_any_size_count_up_to_the_first_hole(
+    hole: int | None, num_near: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = list(range(26))  # six blocks and a tail
     async with world(store=await filled(prompt)) as here:
         if num_near:
             await here.run(prompt[:num_near])
-        near = min(num_near, num_tokens) // 4 * 4
-        expected = len(here.keys(prompt)) - near // 4
+        if hole is not None:
+            await here.the_store.delete([here.names(prompt)[hole]])
+        storage, index = here.service.tiers.copies.storage, here.service.index
+        assert storage is not None
+        asked, near = here.prompt(prompt), num_near // 4
+        expected = 7 if hole is None or hole < near else hole
         for piece_blocks in range(1, 9):
-            assert await counted(here, prompt, piece_blocks) == expected
-
-
-@pytest.mark.parametrize("hole", range(7))
-async def test_what_is_behind_a_hole_does_not_count(hole: int) -> None:
-    prompt = list(range(26))  # six blocks and a tail
-    async with world(store=await filled(prompt)) as here:
-        await here.the_store.delete([here.names(prompt)[hole]])
-        for piece_blocks in range(1, 9):
-            assert await counted(here, prompt, piece_blocks) == hole
+            monkeypatch.setattr(copies, "PIECE_BLOCKS", piece_blocks)
+            found = await count_stored(storage, keys_beyond(index, asked, index.match(asked)))
+            assert near + found == expected
 
 
 class CountingStore(MemoryStore):

@@ -37,15 +37,6 @@ async def test_what_is_only_on_the_device_survives_a_sleep_on_the_host() -> None
         assert (matched.host_tokens, matched.total_tokens) == (17, 17)
 
 
-async def test_a_sleep_that_keeps_nothing_forgets_it() -> None:
-    async with world(device_blocks=8, host_write=NONE) as here:
-        await here.run(tokens(16))
-        await finish(here.service.sleep(keeps_blocks=False))
-        assert here.service.index.match(here.prompt(tokens(16))).num_blocks == 0
-        await finish(here.service.wake())
-        assert (await here.run(tokens(16))).total_tokens == 0
-
-
 async def test_copies_that_fail_on_the_way_to_sleep_are_not_tried_for_ever() -> None:
     async with world(device_blocks=8, host_write=NONE) as here:
         await here.run(tokens(16))
@@ -139,16 +130,6 @@ async def test_sleeping_twice_or_waking_when_awake_is_refused() -> None:
             await here.service.sleep()
         with pytest.raises(OwnershipError):
             await here.service.resize(Tier.DEVICE, 2)
-
-
-async def test_free_clears_storage_only_if_asked() -> None:
-    through = WritePolicy.WRITE_THROUGH
-    async with world(with_store=True, host_write=through, storage_write=through) as here:
-        await here.run(tokens(16))
-        assert (await here.service.free()).removed_values == 0
-        assert (await here.run(tokens(16))).storage_tokens == 15
-        assert (await here.service.free(clears_storage=True)).removed_values == 4
-        assert (await here.run(tokens(16))).total_tokens == 0
 
 
 @pytest.mark.parametrize("comes", ["before", "meanwhile"])

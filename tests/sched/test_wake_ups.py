@@ -6,7 +6,7 @@ In simulated time: where nobody would ever be woken, the test fails at once, wit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 
 import pytest
@@ -199,72 +199,51 @@ def test_a_sleep_does_not_wait_for_what_others_ask_of_a_store() -> None:
     play(scene)
 
 
+async def is_aborted(here: World, work: Coroutine[None, None, Request], moment: int) -> bool:
+    """Whether an abort of "mine", so many turns after it came, keeps it from running."""
+    comes = asyncio.ensure_future(work)
+    await turns(moment)
+    was_there = here.service.abort("mine")
+    try:
+        async with asyncio.timeout(0.5):
+            request = await comes
+    except RequestAbortedError:
+        assert was_there
+        return True
+    assert request.is_aborted == was_there, f"after {moment} turns"
+    here.service.scheduler.end(request)
+    return False
+
+
+async def claimed(here: World, ids: list[int], ticket_id: str = "ticket") -> Request:
+    claim = claim_request(here.service, "mine", ticket_id, here.prompt(ids), max_new_tokens=0)
+    return (await claim)[0]
+
+
 def test_an_abort_is_one_at_whatever_moment_of_an_arrival_it_comes() -> None:
     async def scene(here: World) -> None:
         for moment in range(40):
-            prompt = here.prompt(tokens(16, 50 * moment))
-            arrives = asyncio.ensure_future(
-                begin_request(here.service, str(moment), prompt, max_new_tokens=0)
-            )
-            await turns(moment)
-            was_there = here.service.abort(str(moment))
-            try:
-                request = await arrives
-            except RequestAbortedError:
-                assert was_there
-                continue
-            assert request.is_aborted == was_there, f"after {moment} turns"
-            here.service.scheduler.end(request)
+            await is_aborted(here, here.admit(tokens(16, 50 * moment), name="mine"), moment)
 
     play(scene)
 
 
 def test_a_claim_that_waits_for_its_ticket_can_be_aborted_by_its_id() -> None:
     async def scene(here: World) -> None:
-        for moment in range(30):
-            claims = asyncio.ensure_future(
-                claim_request(
-                    here.service,
-                    "mine",
-                    "no such ticket",
-                    here.prompt(tokens(16)),
-                    max_new_tokens=0,
-                )
-            )
-            await turns(moment)
-            assert here.service.abort("mine") == (moment > 0)
-            if not moment:  # it has not begun
-                claims.cancel()
-                continue
-            async with asyncio.timeout(0.5):
-                with pytest.raises(RequestAbortedError):
-                    await claims
+        for moment in range(1, 30):
+            assert await is_aborted(here, claimed(here, tokens(16), "no such ticket"), moment)
 
     play(scene)
 
 
 def test_a_claim_that_is_aborted_as_it_gets_its_blocks_does_not_run() -> None:
     async def scene(here: World) -> None:
-        ids = tokens(12)
+        ids, moment = tokens(12), 1
         request = await here.admit(ids)
         await here.prefill(request, ids)
         await publish_request(here.service, request, "ticket", [1])
         here.service.scheduler.end(request)
-        moment, has_run = 1, False
-        while not has_run:
-            claims = asyncio.ensure_future(
-                claim_request(here.service, "mine", "ticket", here.prompt(ids), max_new_tokens=0)
-            )
-            await turns(moment)
-            was_there = here.service.abort("mine")
-            try:
-                request, _ = await claims
-            except RequestAbortedError:
-                assert was_there
-            else:
-                assert request.is_aborted == was_there, f"after {moment} turns"
-                has_run = True
-                here.service.scheduler.end(request)
+        while await is_aborted(here, claimed(here, ids), moment):
             assert here.service.stats().running_requests == 0
             moment += 1
         assert moment > 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from tests.faulty import FaultyStore
@@ -15,11 +14,9 @@ from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.errors import HandoffError, StoreUnavailableError
-from tierkv.gpu.protocol import Direction
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.request import Matched
 from tierkv.service.service import Freed
-from tierkv.storage.protocol import GetStatus, PutStatus
 
 THROUGH = WritePolicy.WRITE_THROUGH
 PROMPT = tokens(18)
@@ -50,21 +47,6 @@ async def test_a_deletion_waits_for_a_flush_and_removes_what_it_wrote() -> None:
         assert await num_values(here.the_store) == 0
 
 
-async def test_what_waits_for_its_turn_at_the_store_is_dropped() -> None:
-    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
-        here.latch.hold(Direction.OFFLOAD)
-        request = await here.admit(PROMPT)
-        await here.prefill(request, PROMPT)
-        here.service.scheduler.end(request)
-        await here.latch.until_held(1)
-        await finish(here.service.free(clears_storage=True))
-        here.latch.release()
-        await here.settle()
-        assert await num_values(here.the_store) == 0
-        stats = here.service.stats()
-        assert (stats.device.used, stats.host.used) == (0, 0)
-
-
 @pytest.mark.promise("Blocks and tickets from before a full deletion are never found again.")
 async def test_what_a_request_holds_through_a_deletion_is_never_found_again() -> None:
     """The tail and the blocks that it computes after the deletion included."""
@@ -85,41 +67,6 @@ async def test_what_a_request_holds_through_a_deletion_is_never_found_again() ->
         assert await finish(here.service.free(clears_storage=True)) != Freed(0, 0)
         assert await num_values(here.the_store) == 0
         assert here.service.stats().device.used == 0
-
-
-async def test_nothing_that_was_queued_before_a_deletion_is_written_after_it() -> None:
-    async with world(with_store=True) as here:
-        await here.run(PROMPT)
-        storage, tickets = here.service.tiers.copies.storage, here.service.handoff
-        assert storage is not None
-        assert tickets is not None
-        before, keys = storage.deletions.generation, here.keys(PROMPT)
-        slots = np.arange(len(keys), dtype=np.int32)
-        opened = tickets.tickets.new_open("ticket", here.prompt(PROMPT))
-        await here.service.free(clears_storage=True)
-        outcomes = await storage.flush(keys, slots, generation=before)
-        assert {one.status for one in outcomes} == {PutStatus.FAILED}
-        await storage.tails.note(keys[-1:], generation=before)
-        with pytest.raises(StoreUnavailableError):
-            await tickets.tickets.put(opened, generation=before)
-        assert await num_values(here.the_store) == 0
-
-
-async def test_a_read_that_began_before_the_deletion_brings_nothing() -> None:
-    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
-        await here.run(PROMPT)
-        await here.service.forget()
-        storage, keys = here.service.tiers.copies.storage, here.keys(PROMPT)
-        assert storage is not None
-        here.the_store.hold()
-        slots = np.arange(len(keys), dtype=np.int32)
-        async with asyncio.TaskGroup() as group:
-            reading = group.create_task(storage.fetch(keys, slots))
-            await here.the_store.until_held(1)
-            group.create_task(here.service.free(clears_storage=True))
-            await until(lambda: here.service.deletions.bars_reads, "the deletion")
-            here.the_store.release()
-        assert {one.status for one in reading.result()} == {GetStatus.MISS}
 
 
 async def test_what_is_fetched_while_it_is_deleted_is_not_found() -> None:

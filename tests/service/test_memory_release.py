@@ -157,10 +157,10 @@ async def test_planes_that_come_for_a_wake_that_was_cancelled_go_back(
     assert device.num_held == 0
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+@pytest.mark.parametrize("how", ["ends", "fails", "ends after a cancel"])
 @pytest.mark.parametrize("stage", ["allocates", "opens lanes"])
 async def test_a_service_that_ends_during_a_wake_has_given_everything_back(
-    device: Counting, latch: CopyLatch, stage: str, *, fails: bool
+    device: Counting, latch: CopyLatch, stage: str, how: str
 ) -> None:
     held = device.may_allocate if stage == "allocates" else device.may_open_lanes
     wakes: list[asyncio.Future[None]] = []
@@ -172,30 +172,17 @@ async def test_a_service_that_ends_during_a_wake_has_given_everything_back(
             wakes.append(asyncio.ensure_future(here.service.wake()))
             await asyncio.sleep(0.01)
             asyncio.get_running_loop().call_later(0.1, held.set)
-            if fails:
+            if how == "fails":
                 raise DeviceFailedError("something else")
+            if how == "ends after a cancel":
+                wakes[0].cancel()
 
-    with pytest.raises(DeviceFailedError) if fails else nullcontext():
+    with pytest.raises(DeviceFailedError) if how == "fails" else nullcontext():
         await end_during_a_wake()
     await asyncio.wait(wakes)
     assert len(device.given) == 3
     assert device.num_held == 0
     assert device.num_open_lanes == 0
-
-
-async def test_a_service_that_ends_after_a_wake_was_cancelled_waits_for_its_planes(
-    device: Counting, latch: CopyLatch
-) -> None:
-    async with node(device, latch) as here:
-        await here.service.sleep()
-        device.may_allocate.clear()
-        wakes = asyncio.ensure_future(here.service.wake())
-        await asyncio.sleep(0.01)
-        wakes.cancel()
-        await asyncio.wait([wakes])
-        asyncio.get_running_loop().call_later(0.1, device.may_allocate.set)
-    assert len(device.given) == 3
-    assert device.num_held == 0
 
 
 async def test_a_service_that_has_ended_asleep_is_not_woken(

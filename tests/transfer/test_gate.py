@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from tests.latch import ManualEvent, finish, turns, until
+from tests.latch import ManualEvent, finish, turns
 from tierkv.errors import DeviceFailedError, GateTimeoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Event
@@ -144,15 +144,3 @@ async def test_the_movements_behind_a_gate_have_the_time_of_a_wait_together(
     assert first <= 20.0
     assert second <= first - 0.02
     assert third <= second - 0.02
-
-
-async def test_a_gate_answers_after_the_poller_has_closed() -> None:
-    layers = events()
-    poller = EventPoller()
-    async with poller.running():
-        gate = LayerGate(LAYERS, [Submitted(layers)], poller)
-        for event in layers:
-            event.finish()
-        await finish(gate.all_layers(100.0))
-    await until(lambda: gate.is_open(LAYERS - 1))
-    await finish(gate.all_layers(100.0))

@@ -140,27 +140,6 @@ async def test_a_tail_is_stored_cut_to_its_tokens_under_its_own_name() -> None:
         assert others == [HEADER_BYTES + here.layout.block_bytes] * 2
 
 
-async def test_damage_of_one_block_leaves_the_others_of_the_batch() -> None:
-    async with ground() as here:
-        await here.io.flush(here.keys, ids(0, 1, 2))
-        here.store.flip_next_get(8 * HEADER_BYTES)
-        outcomes = await here.io.fetch(here.keys, ids(6, 7, 8))
-        assert [outcome.status for outcome in outcomes] == [
-            GetStatus.DAMAGED,
-            GetStatus.HIT,
-            GetStatus.HIT,
-        ]
-        assert np.array_equal(here.host.array[7], here.host.array[1])
-
-
-async def test_a_gap_is_not_counted_over() -> None:  # fault 11
-    async with ground(num_tokens=20) as here:
-        await here.io.flush(here.keys, ids(0, 1, 2, 3, 4))
-        await here.store.delete([here.names.name(here.keys[2])])
-        assert await here.io.count_present(here.keys) == 2
-        assert await here.io.count_present(here.keys[3:]) == 2
-
-
 async def test_what_is_stored_already_is_not_written_again() -> None:  # fault 11
     async with ground() as here:
         await here.io.flush(here.keys[:2], ids(0, 1))

@@ -130,15 +130,12 @@ async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match:
     return Beyond(blocks, tail, num_tokens + shared)
 
 
-async def count_stored(
-    storage: StorageIO, keys: KeyRun, *, piece_blocks: int = PIECE_BLOCKS
-) -> int:
+async def count_stored(storage: StorageIO, keys: KeyRun) -> int:
     """Return how many keys of a prompt storage has before the first one that it lacks.
 
     Args:
         storage: the storage tier.
         keys: the stored keys of a prompt, in order.
-        piece_blocks: number of keys in one lookup.
 
     Returns:
         The number of keys.
@@ -148,7 +145,7 @@ async def count_stored(
     """
     found = 0
     while found < len(keys):
-        piece = keys[found : found + piece_blocks]
+        piece = keys[found : found + PIECE_BLOCKS]
         present = await storage.count_present(piece)
         found += present
         if present < len(piece):
