@@ -1,4 +1,4 @@
-"""The client for programs with an event loop: a method for each route of a node."""
+"""The client for programs with an event loop, with one method for each route of a node."""
 
 from __future__ import annotations
 
@@ -54,20 +54,22 @@ from tierkv.sched.explain import Explanation
 
 
 class AsyncClient:
-    """A client of one node. It keeps connections: use it with `async with`, and for many calls.
+    """A client of one node. Enter it with `async with`, and use it for many calls.
 
-    Every method raises RemoteError if the node answers with an error; the error is also of the
-    class that the node raised. CallError is raised if there is no answer. Cancelling a call closes
-    its connection, and the node ends the call's work as far as it can.
+    The client keeps connections open between calls. If the node answers with an error, the call
+    raises an error that is a RemoteError and also of the class that the node raised. If there is no
+    answer, the call raises CallError. A cancelled call closes its connection, and the node ends the
+    work of the call as soon as it can.
 
     Args:
-        url: http://host:port, https://..., or unix:/path of the node's socket.
+        url: http://host:port, https://host:port, or unix:/path of the node's socket.
         token: A bearer token; None without authentication.
         tls: TLS context for https, see `client_tls`; None trusts the system's authorities.
-        timeout_s: Seconds for a whole call, its retries included. In a stream, seconds until the
-            first event and between two events.
+        timeout_s: Seconds for a whole call, its retries included. For a stream, seconds until the
+            first event, and between two events.
         retries: The rule by which failed calls are retried; None for the default.
-        max_connections: Largest number of connections; further calls wait for one.
+        max_connections: Largest number of connections. A call that needs one more waits for a free
+            one.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class AsyncClient:
         return await self._node.ask("GET", "/livez", LiveAnswer)
 
     async def readyz(self) -> ReadyAnswer:
-        """Return the health of the node and of each part.
+        """Return the health of the node and of each of its parts.
 
         Raises:
             NotReadyError: The node accepts no requests now.
@@ -111,7 +113,7 @@ class AsyncClient:
         return await self._node.ask("GET", "/readyz", ReadyAnswer, query="?verbose")
 
     async def healthz(self) -> ReadyAnswer:
-        """Return the same as `readyz`, from the path that some load balancers use."""
+        """Return the answer of `readyz`, from the path that some load balancers use."""
         return await self._node.ask("GET", "/healthz", ReadyAnswer, query="?verbose")
 
     async def version(self) -> VersionAnswer:
@@ -125,7 +127,10 @@ class AsyncClient:
         return await self._node.ask("GET", "/v1/stats", Stats)
 
     async def verify(self) -> VerifyAnswer:
-        """Make the node recount its blocks and leases (references to blocks); return each fault."""
+        """Make the node recount its blocks, slots and leases.
+
+        The answer has a sentence for each fault.
+        """
         return await self._node.ask("GET", "/v1/verify", VerifyAnswer)
 
     async def openapi(self) -> dict[str, object]:
@@ -140,7 +145,7 @@ class AsyncClient:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise NotANodeError(f"the document cannot be read: {error}", status=200) from error
 
-    # A node's own model at work, and what of a prompt is cached
+    # Requests to the node's own model, and lookups of prompts
 
     async def generate(
         self, body: GenerateBody, *, timeout_s: float | None = None
@@ -148,8 +153,8 @@ class AsyncClient:
         """Generate from a prompt, and return the whole answer.
 
         Args:
-            body: The prompt, the number of tokens, and the sampling.
-            timeout_s: Seconds until the call ends with an error; None for the client's own limit.
+            body: The prompt, the number of tokens, and the sampling parameters.
+            timeout_s: Seconds for the whole call; None for the client's own limit.
         """
         body = named(replace(body, stream=False))
         return await self._node.ask(
@@ -157,11 +162,11 @@ class AsyncClient:
         )
 
     async def prefill(self, body: PrefillBody, *, timeout_s: float | None = None) -> PrefillAnswer:
-        """Compute the first token of a prompt, and publish the prompt for a decode node.
+        """Compute a prompt and the first token of its answer, and publish both for a decode node.
 
         Args:
-            body: The prompt, the ticket's id, and the sampling of the first token.
-            timeout_s: Seconds until the call ends with an error; None for the client's own limit.
+            body: The prompt, the ticket's id, and the sampling parameters of the first token.
+            timeout_s: Seconds for the whole call; None for the client's own limit.
 
         Raises:
             HandoffError: The prompt cannot be published.
@@ -176,7 +181,7 @@ class AsyncClient:
 
         Args:
             body: The ticket's id, the prompt, the claim policy, and the number of tokens.
-            timeout_s: Seconds until the call ends with an error; None for the client's own limit.
+            timeout_s: Seconds for the whole call; None for the client's own limit.
 
         Raises:
             HandoffError: The prompt cannot be claimed.
@@ -187,18 +192,18 @@ class AsyncClient:
         )
 
     async def tokenize(self, body: TokenizeBody) -> TokenizeAnswer:
-        """Return the tokens of a text or a chat, by the tokenizer of the node's model."""
+        """Return the tokens of a text or a chat, from the tokenizer of the node's model."""
         return await self._node.ask("POST", "/v1/tokenize", TokenizeAnswer, body=body)
 
     async def lookup(self, body: LookupBody) -> LookupAnswer:
-        """Return the number of a prompt's leading tokens that each tier has."""
+        """Return the number of cached tokens at the start of a prompt, for each tier."""
         return await self._node.ask("POST", "/v1/lookup", LookupAnswer, body=body)
 
     async def explain(self, body: LookupBody) -> Explanation:
-        """Return the place of each block of a prompt, and the reason of the first miss."""
+        """Return the tier of each cached block of a prompt, and the reason of the first miss."""
         return await self._node.ask("POST", "/v1/explain", Explanation, body=body)
 
-    # As they are generated: async with client.stream_generate(body) as stream: async for ... in it
+    # Streams: async with client.stream_generate(body) as stream: async for tokens in stream: ...
 
     def stream_generate(
         self, body: GenerateBody
@@ -208,7 +213,7 @@ class AsyncClient:
     def stream_prefill(
         self, body: PrefillBody
     ) -> AbstractAsyncContextManager[TokenStream[PrefillAnswer]]:
-        """Stream a prefill: first the first token, then the answer once the prompt is published."""
+        """Prefill as a stream: the first token, then the answer once the prompt is published."""
         return self._node.stream("/v1/prefill", PrefillAnswer, replace(body, stream=True))
 
     def stream_decode(
@@ -217,13 +222,13 @@ class AsyncClient:
         return self._node.stream("/v1/decode", DecodeAnswer, replace(body, stream=True))
 
     async def abort(self, name: str) -> AbortAnswer:
-        """Abort the request with this id in any state."""
+        """Abort the request with the id `name`, whether it waits or runs."""
         return await self._node.ask("DELETE", "/v1/requests/{id}", AbortAnswer, name)
 
-    # What is cached: prefetches, pins, tickets
+    # Prefetches, pins and tickets
 
     async def prefetch(self, body: PrefetchBody) -> PrefetchAnswer:
-        """Start to fetch a prompt's blocks from storage to the host."""
+        """Start to fetch a prompt's blocks from storage to the host, and return without waiting."""
         return await self._node.ask("POST", "/v1/prefetches", PrefetchAnswer, body=named(body))
 
     async def prefetch_state(self, name: str) -> PrefetchAnswer:
@@ -240,7 +245,7 @@ class AsyncClient:
         """Protect the cached blocks of a prompt from eviction for a time.
 
         Args:
-            name: Id of the pin, chosen by the caller. An existing pin of this id is replaced.
+            name: Id of the pin, chosen by the caller. A pin that has this id already is replaced.
             body: The prompt, the seconds, and whether the blocks may be evicted after all others.
         """
         return await self._node.ask("PUT", "/v1/pins/{id}", PinAnswer, name, body)
@@ -252,20 +257,17 @@ class AsyncClient:
         return await self._node.ask("DELETE", "/v1/pins/{id}", PinAnswer, name)
 
     async def ticket(self, name: str) -> TicketAnswer:
-        """Return the state of a ticket (the record of a published prompt), without waiting."""
+        """Return the state of a ticket (the record of a published prompt), without a wait."""
         return await self._node.ask("GET", "/v1/tickets/{id}", TicketAnswer, name)
 
     async def forget_ticket(self, name: str) -> TicketAnswer:
-        """Delete a ticket that will not be claimed.
-
-        The blocks that it names stay until they expire.
-        """
+        """Delete a ticket that no node will claim. Blocks of its prompt stay until they expire."""
         return await self._node.ask("DELETE", "/v1/tickets/{id}", TicketAnswer, name)
 
-    # For those who run a node: tiers, quotas, blocks, life cycle
+    # Operation of a node: tiers, quotas, blocks, life cycle
 
     async def drain(self) -> LifeAnswer:
-        """Make the node refuse new requests until its process ends."""
+        """Make the node refuse new requests until its process ends; running requests continue."""
         return await self._node.ask("POST", "/v1/drain", LifeAnswer)
 
     async def pause(self) -> LifeAnswer:
@@ -273,15 +275,15 @@ class AsyncClient:
         return await self._node.ask("POST", "/v1/pause", LifeAnswer)
 
     async def unpause(self) -> LifeAnswer:
-        """Admit waiting and new requests again."""
+        """Admit new requests and those that wait since `pause`."""
         return await self._node.ask("POST", "/v1/resume", LifeAnswer)
 
     async def sleep(self, body: SleepBody | None = None) -> LifeAnswer:
-        """Free the device's memory until `wake`; requests wait."""
+        """Free the device's memory until `wake`; requests wait meanwhile."""
         return await self._node.ask("POST", "/v1/sleep", LifeAnswer, body=body)
 
     async def wake(self, body: WakeBody | None = None) -> LifeAnswer:
-        """Allocate the device's memory again, and admit requests."""
+        """Allocate the device's memory again after `sleep`, and admit requests."""
         return await self._node.ask("POST", "/v1/wake", LifeAnswer, body=body)
 
     async def resize(self, body: ResizeBody) -> TiersAnswer:
@@ -289,20 +291,24 @@ class AsyncClient:
         return await self._node.ask("POST", "/v1/resize", TiersAnswer, body=body)
 
     async def reset(self) -> ResetAnswer:
-        """Remove all cached blocks that no request or pin holds; storage keeps its blocks."""
+        """Remove all cached blocks that no request or pin uses; stored blocks stay."""
         return await self._node.ask("POST", "/v1/reset", ResetAnswer)
 
     async def forget_blocks(self, *, storage: bool = False) -> ResetAnswer:
-        """Remove all cached blocks as `reset` does; with `storage=True`, stored blocks too."""
+        """Remove all cached blocks that no request or pin uses.
+
+        Args:
+            storage: True to remove the stored blocks, too.
+        """
         query = "?storage=true" if storage else ""
         return await self._node.ask("DELETE", "/v1/blocks", ResetAnswer, query=query)
 
     async def blocks(self, *, cursor: str | None = None, limit: int = 100) -> BlocksAnswer:
-        """Return a page of the cached blocks of all tenants.
+        """Return one page of the list of all tenants' cached blocks.
 
         Args:
-            cursor: Cursor of the page before; None for the first page.
-            limit: Largest number of blocks of the page.
+            cursor: Cursor from the page before; None for the first page.
+            limit: Largest number of blocks on the page.
         """
         query = {"limit": str(limit)} | ({"cursor": cursor} if cursor is not None else {})
         return await self._node.ask("GET", "/v1/blocks", BlocksAnswer, query=f"?{urlencode(query)}")
@@ -321,7 +327,7 @@ class AsyncClient:
         return await self._node.ask("DELETE", "/v1/tiers/storage", TiersAnswer)
 
     async def set_quota(self, tenant: str, body: QuotaBody) -> QuotaAnswer:
-        """Set the numbers of blocks that a tenant may have.
+        """Limit the numbers of blocks of a tenant.
 
         Args:
             tenant: Name of the tenant.

@@ -33,20 +33,21 @@ from tierkv.http.bodies import EVENT_STREAM, JSON, MSGPACK
 from tierkv.tasks import deadline
 
 _NOT_NOW = (429, 503)
-_PROXY_NOT_NOW = (502, 503, 504)  # a proxy in front has no node to ask
+_PROXY_NOT_NOW = (502, 503, 504)  # a proxy in front of the nodes reaches none of them
 
 
 @dataclass(frozen=True, slots=True)
 class Retries:
     """The rule by which a failed call is retried.
 
-    The pause between two attempts is a random time of up to `first_s` seconds; this limit doubles
-    with each attempt, up to `most_s`. To the pause are added the seconds of the node's Retry-After.
+    The pause before a retry is a random time, plus the seconds of the node's Retry-After header.
+    The random time before the first retry is at most `first_s`; this limit doubles with each retry,
+    up to `most_s`.
 
     Attributes:
         attempts: Number of attempts, the first included.
-        first_s: Limit of the first pause, in seconds.
-        most_s: Largest limit of a pause, in seconds.
+        first_s: Limit of the random time before the first retry, in seconds.
+        most_s: Largest limit of the random time, in seconds.
 
     Raises:
         ConfigError: A number is out of range.
@@ -63,9 +64,9 @@ class Retries:
             )
 
     def allows(self, error: TierKVError, attempt: int) -> bool:
-        """Return True if a failed call is to be repeated.
+        """Return True if a call should be made again after `error`.
 
-        Repeating is safe: a node does the work of one request id only once.
+        This is safe, because a node does the work of one request id only once.
 
         Args:
             error: The error of the last attempt.
@@ -84,12 +85,13 @@ class Retries:
         return isinstance(error, BrokenOffError)
 
     def pause_s(self, error: TierKVError, attempt: int) -> float:
-        """Return the seconds before the next attempt.
+        """Return the seconds to wait before the next attempt.
 
-        The time is random, so that clients that were refused together do not return together.
+        The time is partly random, so that clients refused at the same time retry at different
+        times.
 
         Args:
-            error: The error of the last attempt, perhaps with the node's Retry-After in seconds.
+            error: The error of the last attempt, which may carry the node's Retry-After in seconds.
             attempt: Number of the last attempt, from 1.
         """
         jitter = random.uniform(0, min(self.most_s, self.first_s * 2 ** (attempt - 1)))
@@ -100,17 +102,18 @@ class Retries:
 A = TypeVar("A")
 B = TypeVar("B", bound=msgspec.Struct)
 
-_FIRST_ERROR = 300  # redirects are no answers of a node either
+_FIRST_ERROR = 300  # a node sends no redirects
 _MAX_RETRY_AFTER_S = 3600.0
 
 
 class Calls:
-    """Calls of a node's routes. Use it inside `running()`.
+    """Calls of the routes of one node. Use it inside `running()`.
 
     Args:
         http: The connections to the node.
-        timeout_s: Seconds for a whole call, its retries included; for a stream see `stream`.
-        retries: The rule for retries.
+        timeout_s: Seconds for a whole call, its retries included. For a stream, seconds until the
+            first event, and between two events.
+        retries: The rule by which failed calls are retried.
     """
 
     def __init__(self, http: Http, timeout_s: float, retries: Retries) -> None:
@@ -132,15 +135,15 @@ class Calls:
         query: str = "",
         timeout_s: float | None = None,
     ) -> A:
-        """Call a route, and again by the rule for retries, until there is an answer.
+        """Call a route, retry by the rule, and return the decoded answer.
 
         Args:
             method: The HTTP method.
-            path: The path, with {id} in place of `name`.
-            answer: The type of the answer; `bytes` for the body as it is.
-            name: The id in the path; None for a path without one.
-            body: The body; None without one.
-            query: The query string, with its question mark.
+            path: The path; {id} in it is replaced by `name`.
+            answer: The type of the answer; `bytes` to return the body undecoded.
+            name: The id in the path; None for a path without {id}.
+            body: The request's body; None for no body.
+            query: The query string, with its question mark; "" for none.
             timeout_s: Seconds for the whole call; None for the client's own limit.
 
         Raises:
@@ -165,17 +168,17 @@ class Calls:
                     pause_s = self._retries.pause_s(error, attempt)
                     until, now = scope.when(), asyncio.get_running_loop().time()
                     if until is not None and now + pause_s >= until:
-                        raise  # what is known now says more than a deadline later
+                        raise  # this error says more than the DeadlineError that a further wait would end with
                 await asyncio.sleep(pause_s)
 
     @asynccontextmanager
     async def stream(
         self, path: str, answer: type[A], body: msgspec.Struct
     ) -> AsyncIterator[TokenStream[A]]:
-        """Call a route, and provide its stream of tokens to the body.
+        """Call a route, and provide its stream of tokens.
 
-        The beginning of the answer must arrive within the client's timeout, and each event within
-        the same time after the event before.
+        The first event must arrive within the client's timeout, and each event within the same time
+        after the event before.
 
         Args:
             path: Path of the route.
@@ -218,7 +221,7 @@ class Calls:
         raise self._stranger(reply)
 
     def _refuse(self, reply: Reply) -> NoReturn:
-        """Raise the error for an error answer."""
+        """Raise the error that an answer with an error status contains."""
         problem = read_problem(reply.content_type, reply.raw)
         if problem is None:
             raise self._stranger(reply)
@@ -233,14 +236,14 @@ class Calls:
 
 
 def named(body: B) -> B:
-    """Return `body` with a request id, so that a node does the work of a retried call once."""
+    """Return `body` with a request id, so that a node does the work of a retried call only once."""
     if getattr(body, "request_id", None) is not None:
         return body
     return replace(body, request_id=uuid4().hex)
 
 
 def _encoded(body: msgspec.Struct | None, accept: str) -> tuple[Body | None, dict[str, str]]:
-    """Return the parts of a call's body, and its headers."""
+    """Return the encoded body in parts, None for no body, and the headers of the call."""
     headers = {"Accept": accept}
     if body is None:
         return None, headers
@@ -254,14 +257,14 @@ def _encoded(body: msgspec.Struct | None, accept: str) -> tuple[Body | None, dic
 
 
 def _packed(body: msgspec.Struct) -> msgspec.Struct:
-    """Return the body with its prompt's tokens as bytes, which nodes read 50 times faster."""
+    """Return `body` with its prompt's tokens as bytes, which a node reads 50 times faster."""
     if isinstance(body, PromptBody) and isinstance(body.tokens, list):
         return replace(body, tokens=pack(body.tokens))
     return body
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds in the Retry-After header; None without it, or if it has a date."""
+    """Return the seconds in the Retry-After header; None if it is missing or has a date."""
     text = headers.get("Retry-After", "")
     if not (text.isascii() and text.isdigit()):
         return None

@@ -1,4 +1,4 @@
-"""The errors of a call: errors that the node answers with, and errors of the connection."""
+"""Errors of a call: those that the node answers with, and those of the connection."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _UNAVAILABLE = 503
 
 
 class CallError(TierKVError):
-    """A call was not answered by a node. The node may have done the work or not."""
+    """No node answered the call. The node may or may not have done the work."""
 
 
 class UnreachableError(CallError):
-    """No node was reached, so no work was done: retry, or call another node."""
+    """No connection to the node could be made, so no work was done: retry, or call another node."""
 
 
 class BrokenOffError(CallError):
@@ -28,7 +28,7 @@ class DeadlineError(CallError):
 
 
 class NotANodeError(CallError):
-    """The answer is not that of a tierkv node of this version.
+    """The answer is not one of a tierkv node of this version.
 
     Attributes:
         status: HTTP status of the answer.
@@ -44,20 +44,20 @@ class NotANodeError(CallError):
 
 
 class RemoteError(TierKVError):
-    """An error that a node answered with.
+    """The node has answered with an error.
 
-    The error is also of the class that the node raised:
+    The raised error is also of the class that the node raised:
 
         except OutOfBlocksError as error:    # error.tier, error.needed ...
-        except RemoteError as error:         # any answer that is an error
+        except RemoteError as error:         # every error that a node answers with
 
     Attributes:
         problem: The body of the node's answer.
-        retry_after_s: Seconds after which the node says to retry; None if it does not say.
+        retry_after_s: Seconds after which the node asks to retry; None if it does not.
 
     Args:
         problem: The body of the node's answer.
-        retry_after_s: Seconds after which the node says to retry; None if it does not say.
+        retry_after_s: Seconds after which the node asks to retry; None if it does not.
     """
 
     def __init__(self, problem: Problem, *, retry_after_s: float | None = None) -> None:
@@ -67,7 +67,10 @@ class RemoteError(TierKVError):
 
     @property
     def code(self) -> str:
-        """The stable name of the error, for programs."""
+        """The code of the error, which programs can compare.
+
+        It stays the same in later versions.
+        """
         return self.problem.code
 
     @property
@@ -84,14 +87,14 @@ class RemoteError(TierKVError):
 
 
 def remote_error(problem: Problem, *, retry_after_s: float | None = None) -> RemoteError:
-    """Return a node's error answer as an exception of the class that its code stands for.
+    """Return the exception for a node's error answer, of the class that belongs to its code.
 
     Args:
         problem: The body of the node's answer.
-        retry_after_s: Seconds after which the node says to retry; None if it does not say.
+        retry_after_s: Seconds after which the node asks to retry; None if it does not.
     """
     error = _remote_class(_class_of(problem))(problem, retry_after_s=retry_after_s)
-    # What errors of some classes carry: HandoffError.reason, OutOfBlocksError.tier ...
+    # Attributes of some classes, such as HandoffError.reason and OutOfBlocksError.tier.
     for name in ("reason", "tier", "needed", "available"):
         if (value := getattr(problem, name)) is not None:
             setattr(error, name, value)
@@ -99,7 +102,7 @@ def remote_error(problem: Problem, *, retry_after_s: float | None = None) -> Rem
 
 
 def read_problem(content_type: str, raw: bytes) -> Problem | None:
-    """Decode an error answer of a node; None if the answer is something else.
+    """Decode the error answer of a node; None if the answer has another form.
 
     Args:
         content_type: Media type of the answer.
@@ -125,7 +128,7 @@ def _class_of(problem: Problem) -> type[TierKVError]:
 
 
 def _remote_class(kind: type[TierKVError]) -> type[RemoteError]:
-    """Return the class that is both RemoteError and `kind`; the same class at each call."""
+    """Return the class that inherits from RemoteError and `kind`, the same at each call."""
     if kind is TierKVError:
         return RemoteError
     if kind not in _REMOTE:

@@ -1,4 +1,4 @@
-"""One connection pool to one node, and single HTTP requests over it."""
+"""The connection pool to one node, and single HTTP requests over it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tierkv.client.errors import (
 from tierkv.errors import ConfigError
 
 Body = Sequence[bytes]
-"""What a body consists of, in order; long parts may be those of other bodies, too."""
+"""The parts of a body, in order. Several bodies may share a part."""
 
 _PIECE_BYTES = 64 << 10
 _UNIX = "unix:"
-_KEEP_S = 5.0  # below a node's own 75 s: a pooled connection is not closed as it is used again
-_CONNECT_S = 10.0  # all else is under the deadline of each call
+_KEEP_S = 5.0  # below the 75 s of a node, so that no node closes a connection that is in use
+_CONNECT_S = 10.0  # everything after connecting is limited by the call's deadline
 _MAX_ANSWER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole answer.
+    """A whole HTTP answer.
 
     Attributes:
         status: HTTP status.
@@ -55,10 +55,10 @@ def client_tls(
     """Return the TLS context of a client for https.
 
     Args:
-        ca: File of the authority that signed the node's certificate; None trusts the system's
+        ca: PEM file of the authority that signed the node's certificate; None trusts the system's
             authorities.
-        cert: File of the client's own certificate, for a node that asks for one.
-        key: File of the certificate's key; None if it is in `cert`.
+        cert: PEM file of the client's own certificate, for a node that requires one; None for none.
+        key: PEM file of the certificate's key; None if the key is in `cert`.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -79,14 +79,14 @@ def client_tls(
 
 
 def node_url(given: str) -> str:
-    """Check the URL of a node, and return it without a slash at its end.
+    """Check the URL of a node, and return it without the slash at its end.
 
     Args:
         given: A URL: http://, https:// or unix:/path.
 
     Raises:
-        ConfigError: `given` is not the URL of a node, or contains a password. The password is not
-            in the sentence.
+        ConfigError: `given` is not the URL of a node, or contains a user or password. The message
+            does not repeat a password.
     """
     if given.startswith(f"{_UNIX}/"):
         return given
@@ -109,14 +109,15 @@ class Http:
     """The connections to one node. Use it inside `running()`.
 
     Attributes:
-        where: The node's address, for errors.
+        where: The node's address, for error messages.
 
     Args:
         url: URL of the node; see `node_url`.
         token: A bearer token; None without authentication.
         tls: TLS context for https; None trusts the system's authorities.
-        max_connections: Largest number of connections; further calls wait for one. 0 is no limit.
-        connect_s: Seconds in which a connection must be made.
+        max_connections: Largest number of connections; 0 for no limit. A request that needs one
+            more waits for a free one.
+        connect_s: Seconds within which a connection must be made.
 
     Raises:
         ConfigError: The URL or the token is not valid.
@@ -178,11 +179,11 @@ class Http:
         Args:
             method: HTTP method.
             path: Path and query.
-            body: Parts of the body, sent one after another; None without one.
-            headers: Further headers.
+            body: The parts of the body, which are sent one after another; None for no body.
+            headers: Headers in addition to those of the client.
 
         Raises:
-            CallError: There is no whole answer.
+            CallError: The answer did not arrive whole.
         """
         async with self.opened(method, path, body, headers) as response:
             return await self.whole(response)
@@ -191,16 +192,16 @@ class Http:
     async def opened(
         self, method: str, path: str, body: Body | None, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request, and provide the answer to the body once its head has arrived.
+        """Send a request, and provide the answer as soon as its headers have arrived.
 
-        If the body ends before the answer was read whole, the connection is closed. Reading the
-        answer raises errors of aiohttp; see `translated`.
+        If the `async with` ends before the answer is read whole, the connection is closed. Reading
+        from the answer raises errors of aiohttp, which `translated` converts.
 
         Args:
             method: HTTP method.
             path: Path and query.
-            body: Parts of the body, sent one after another; None without one.
-            headers: Further headers.
+            body: The parts of the body, which are sent one after another; None for no body.
+            headers: Headers in addition to those of the client.
 
         Raises:
             CallError: There is no answer.
@@ -227,7 +228,7 @@ class Http:
                 response.close()
 
     async def whole(self, response: aiohttp.ClientResponse) -> Reply:
-        """Read the rest of an open answer, and return the whole answer.
+        """Read the rest of an answer, and return the whole answer.
 
         Args:
             response: The answer that `opened` provides.
@@ -250,7 +251,7 @@ class Http:
 
 
 async def _in_pieces(body: Body) -> AsyncIterator[memoryview]:
-    """Yield the body in pieces of 64 KiB, since aiohttp copies the bytes that wait to be sent."""
+    """Yield the body in pieces of 64 KiB, since aiohttp copies bytes that wait to be sent."""
     for part in body:
         view = memoryview(part)
         for at in range(0, len(view), _PIECE_BYTES):
@@ -259,10 +260,10 @@ async def _in_pieces(body: Body) -> AsyncIterator[memoryview]:
 
 @contextmanager
 def translated(where: str) -> Iterator[None]:
-    """Turn errors of aiohttp, raised in the body, into CallError or ConfigError.
+    """Convert errors of aiohttp that the body raises to CallError or ConfigError.
 
     Args:
-        where: The node's address, for errors.
+        where: The node's address, for error messages.
 
     Raises:
         ConfigError: `where` is not the URL of a node.
@@ -289,7 +290,7 @@ def translated(where: str) -> Iterator[None]:
 
 
 def _why(error: OSError) -> str:
-    """Return the system's reason for `error`, without the address, which other texts repeat."""
+    """Return the system's reason for `error`, without the address."""
     if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
         return "it does not use TLS: use http:// instead of https:// in its URL"
     if error.errno is None or isinstance(error, (ssl.SSLError, socket.gaierror)):

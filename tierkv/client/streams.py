@@ -1,4 +1,4 @@
-"""Answers of a node in pieces: server-sent events, and tokens."""
+"""Answers that arrive in pieces: server-sent events, and streams of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ServerEvent:
     """One server-sent event.
 
     Attributes:
-        name: Name of the event, "message" if it has none.
+        name: Name of the event; "message" if the server gives none.
         data: Data of the event.
     """
 
@@ -33,7 +33,7 @@ class ServerEvent:
 
 
 class EventReader:
-    """A parser of server-sent events: bytes in, complete events out, without comments."""
+    """A parser that turns bytes of an answer into server-sent events. Comments are skipped."""
 
     def __init__(self) -> None:
         self._line = bytearray()
@@ -42,10 +42,10 @@ class EventReader:
         self._size = 0
 
     def feed(self, chunk: bytes) -> Iterator[ServerEvent]:
-        """Add bytes of the stream, and yield the events that are complete now.
+        """Add bytes of the answer, and yield the events that are complete now.
 
         Raises:
-            ValueError: An event is longer than any that a node sends.
+            ValueError: An event has more than 64 MiB, which no node sends.
         """
         for line in self._lines(chunk):
             if line:
@@ -62,7 +62,7 @@ class EventReader:
         if len(self._line) + self._size > _MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {_MAX_EVENT_BYTES >> 20} MiB")
         if b"\n" not in chunk:
-            return  # a long line is searched once, not again with each piece of it
+            return  # or a long line would be searched again with each of its pieces
         *lines, rest = bytes(self._line).replace(b"\r\n", b"\n").split(b"\n")
         self._line = bytearray(rest)
         yield from lines
@@ -84,10 +84,10 @@ _TOKENS, _DONE, _ERROR = "tokens", "done", "error"
 
 
 class Events:
-    """The events of an open answer.
+    """The server-sent events of an answer that is still arriving.
 
     Args:
-        where: The node's address, for errors.
+        where: The node's address, for error messages.
         response: The answer.
         gap_s: Seconds to wait for the next bytes; None for no limit.
     """
@@ -100,12 +100,12 @@ class Events:
         self._ready: deque[ServerEvent] = deque()
 
     async def next(self) -> ServerEvent | None:
-        """Return the next event; None at the end of the answer.
+        """Wait for the next event, and return it; None at the end of the answer.
 
         Raises:
             DeadlineError: No bytes came within `gap_s`.
             BrokenOffError: The connection was lost.
-            NotANodeError: The bytes are no event.
+            NotANodeError: The bytes are no events.
         """
         while not self._ready:
             with translated(self._where):
@@ -125,11 +125,11 @@ class Events:
         return DeadlineError(f"{self._where} sent nothing for {self._gap_s} s")
 
     def decoded(self, event: ServerEvent, kind: type[T]) -> T:
-        """Return the data of an event, decoded from JSON.
+        """Decode the data of an event from JSON.
 
         Args:
-            event: An event of this stream.
-            kind: Type to decode as.
+            event: An event of this answer.
+            kind: Type to decode to.
 
         Raises:
             NotANodeError: The data does not fit `kind`.
@@ -143,14 +143,14 @@ class Events:
 
 
 class TokenStream(Generic[A]):
-    """The tokens of one answer as they come: iterate over it; then `answer` is set.
+    """The tokens of one answer as they arrive. Iterate over it; then `answer` is set.
 
-    Leaving its `async with`, by a break, an error or a cancel, closes the connection, and the node
-    ends the work. The time that the caller takes between two tokens does not count against the
-    timeout.
+    The end of its `async with`, also by a break, an error or a cancel, closes the connection, and
+    the node ends the work. The time that the caller spends between two tokens does not count for
+    the timeout.
 
     Args:
-        where: The node's address, for errors.
+        where: The node's address, for error messages.
         events: The events of the answer.
         kind: Type of the final answer.
     """
@@ -163,7 +163,7 @@ class TokenStream(Generic[A]):
 
     @property
     def answer(self) -> A:
-        """The answer that the same call would have without a stream.
+        """The whole answer, of the type that the call without a stream returns.
 
         Raises:
             BrokenOffError: The stream has not been read to its end.
@@ -179,8 +179,8 @@ class TokenStream(Generic[A]):
         """Return the next tokens.
 
         Raises:
-            RemoteError: The node has failed in the middle of the work.
-            BrokenOffError: The connection ended before the work did.
+            RemoteError: The node has failed during the work.
+            BrokenOffError: The connection ended before the answer was complete.
         """
         if self._answer is not None:
             raise StopAsyncIteration
@@ -195,7 +195,7 @@ class TokenStream(Generic[A]):
         raise BrokenOffError(f"the stream of {self._where} ended before the answer was complete")
 
     async def finished(self) -> A:
-        """Read the stream to its end, and return the answer."""
+        """Read the rest of the stream, and return the whole answer."""
         async for _ in self:
             pass
         return self.answer

@@ -1,7 +1,4 @@
-"""The client for programs without an event loop: it runs a loop in a thread of its own.
-
-For a stream, a task of that loop reads, and the caller's thread waits.
-"""
+"""The client for programs without an event loop. It runs an AsyncClient in a thread of its own."""
 
 from __future__ import annotations
 
@@ -31,12 +28,12 @@ _AHEAD = 16  # items read ahead of the caller
 
 @dataclass(frozen=True, slots=True)
 class _News:
-    """A message from the task that reads a stream to the caller's thread.
+    """A message from the task that reads a stream to the thread that iterates over it.
 
     Attributes:
-        item: The next tokens; None at the opening and the end.
+        item: The next tokens; None for the first message (the stream is open) and the last one.
         is_end: True at the end of the stream.
-        error: The error that ended the stream; None without one.
+        error: The error that ended the stream; None for no error.
     """
 
     item: TokensEvent | None = None
@@ -50,11 +47,11 @@ class SyncStream(Generic[A]):
         with client.stream_generate(body) as stream:
             for tokens in stream: ...
 
-    The end of the `with` closes the connection.
+    The end of the `with` closes the connection, and the node ends the work.
 
     Args:
         client: The client.
-        opening: Opens the stream, on the client's loop.
+        opening: The context manager that opens the stream, to be entered on the client's loop.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class SyncStream(Generic[A]):
 
     @property
     def answer(self) -> A:
-        """The answer that the same call would have without a stream.
+        """The whole answer, of the type that the call without a stream returns.
 
         Raises:
             BrokenOffError: The stream has not been read to its end.
@@ -98,7 +95,7 @@ class SyncStream(Generic[A]):
         self._over = self._over or _News(error=left)
 
     def __iter__(self) -> Iterator[TokensEvent]:
-        """Yield the tokens as they come; errors of the stream are raised here."""
+        """Yield the tokens as they arrive, and raise the stream's error if it fails."""
         while not (news := self._next()).is_end:
             assert news.item is not None, "there are no other news after the first"
             yield news.item
@@ -125,7 +122,7 @@ class SyncStream(Generic[A]):
 def _waiting(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, A]],
 ) -> Callable[Concatenate[Client, P], A]:
-    """Return a method of `Client` that calls `method` and blocks until the answer has arrived."""
+    """Return a method of `Client` that runs `method` and blocks until it has returned."""
 
     @functools.wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> A:
@@ -145,10 +142,10 @@ def _streaming(
 
 
 class Client:
-    """An `AsyncClient` with methods that block. Several threads may use it at a time.
+    """An `AsyncClient` whose methods block. Several threads may use it at a time.
 
-    Use it with `with`, or call `close` at the end. Ctrl-C during a call cancels the call. The
-    arguments are those of `AsyncClient`.
+    Enter it with `with`, or call `close` at the end. Ctrl-C during a call cancels the call. See
+    `AsyncClient` for the arguments and methods.
     """
 
     def __init__(
@@ -191,7 +188,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections; running calls of other threads raise CallError.
+        """Close the connections. Running calls of other threads raise CallError.
 
         Further calls do nothing.
         """
@@ -204,7 +201,7 @@ class Client:
             work: The coroutine.
 
         Raises:
-            CallError: The client was closed before there was an answer.
+            CallError: The client was closed before the coroutine had a result.
         """
         future = self.begin(work)
         try:
@@ -216,7 +213,7 @@ class Client:
             raise
 
     def begin(self, work: Coroutine[Any, Any, A]) -> Future[A]:
-        """Start a coroutine on this client's loop; return the future of its result."""
+        """Start a coroutine on this client's loop, and return the future of its result."""
         return self._thread.run(work)
 
     livez = _waiting(AsyncClient.livez)
