@@ -168,7 +168,7 @@ class Calls:
                     pause_s = self._retries.pause_s(error, attempt)
                     until, now = scope.when(), asyncio.get_running_loop().time()
                     if until is not None and now + pause_s >= until:
-                        raise  # this error says more than the DeadlineError that a further wait would end with
+                        raise  # more useful than the DeadlineError after a longer wait
                 await asyncio.sleep(pause_s)
 
     @asynccontextmanager

@@ -27,7 +27,7 @@ Body = Sequence[bytes]
 
 _PIECE_BYTES = 64 << 10
 _UNIX = "unix:"
-_KEEP_S = 5.0  # below the 75 s of a node, so that no node closes a connection that is in use
+_KEEP_S = 5.0  # below a node's own 75 s, or a node may close a connection just as it is reused
 _CONNECT_S = 10.0  # everything after connecting is limited by the call's deadline
 _MAX_ANSWER_BYTES = 256 << 20
 
