@@ -201,7 +201,6 @@ class Watch:
 
     @contextmanager
     def _hash_while_waiting(self) -> Iterator[None]:
-        """Compute the prompt's keys during the body, some in each iteration of the event loop."""
         self._hash_soon()
         try:
             yield
@@ -639,7 +638,6 @@ def _note(fetched: Fetched, near: Supply) -> None:
 
 
 def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
-    """Raise HandoffError if ticket and request state different sampling parameters."""
     if ticket.sampling and ours and ticket.sampling != ours:
         raise HandoffError(
             HandoffProblem.INCOMPATIBLE.value,

@@ -228,7 +228,7 @@ _SEAL_BYTES = 64  # a signature or encryption adds no more
 
 
 class SmallValues:
-    """Small values in a store, such as tickets, signed or encrypted by the setting `storage.trust`.
+    """Small values in a store, such as tickets, with the protection that `storage.trust` sets.
 
     Args:
         store: the store.
@@ -901,7 +901,6 @@ class Tickets:
         return self._storage.store.now()
 
     def _expired(self, ticket: Ticket | OpenTicket) -> HandoffError:
-        """Return the error for an expired ticket; its text names the clock that was used."""
         skew_s = self._storage.store.health.clock_skew_s
         if skew_s is None:
             clock = "this node's clock, as the store has no clock"

@@ -20,7 +20,7 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The sizes of a decoder-only transformer; by default its tokens are bytes.
+    """The sizes of a decoder-only transformer. By default its tokens are bytes.
 
     Attributes:
         name: name of the model in the keys of cached blocks.
@@ -35,12 +35,12 @@ class ModelConfig:
         max_positions: largest number of tokens of prompt and output together.
         seed: seed of the weights.
         kv_dtype: type of keys and values in the planes; all computing is in float32.
-        vocab_size: number of tokens; those of the built-in model are bytes.
+        vocab_size: number of tokens in the vocabulary, 256 for the built-in model.
         norm_epsilon: term added to the mean square in RMSNorm.
         weights: digest of a checkpoint's files; "" if the weights are made from `seed`.
 
     Raises:
-        ConfigError: a number is out of range, or the heads do not divide.
+        ConfigError: a number is out of range, or num_heads is no multiple of num_kv_heads.
     """
 
     name: str = "tierkv-ref-tiny"
@@ -82,7 +82,7 @@ class ModelConfig:
 
     @property
     def weights_id(self) -> str:
-        """A text of all settings that change the model's results, apart from its name.
+        """A text of all settings that change the model's results, without the model's name.
 
         It is a part of the fingerprint, so that nodes with different models never share KV.
         """

@@ -402,11 +402,7 @@ def _make_layer(config: ModelConfig, draw: _Uniform) -> LayerWeights:
 
 
 class _Uniform:
-    """A stream of pseudo-random numbers, uniformly distributed around zero.
-
-    Args:
-        seed: seed of the stream.
-    """
+    """A stream of pseudo-random numbers, uniformly distributed around zero."""
 
     def __init__(self, seed: int) -> None:
         self._bits = np.random.PCG64(seed)
@@ -654,7 +650,6 @@ class ReferenceModel:
         return means
 
     def _by_token(self, means: Floats, span: Span) -> Floats:
-        """Rearrange the attention by token, to [num_tiles, TILE, num_heads * head_dim]."""
         c = self.config
         by_head = means.reshape(-1, c.num_kv_heads, self._group, TILE, c.head_dim)
         rows: Floats = by_head.transpose(0, 3, 1, 2, 4).reshape(span.num_tiles, TILE, -1)

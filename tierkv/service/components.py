@@ -270,7 +270,6 @@ class Components:
     def _sources(
         self, handoff: HandoffSettings, host: HostSlots, stats: HandoffStats
     ) -> tuple[Source, PeerSource]:
-        """Return the source of fetched blocks, and the exchange of blocks with other nodes."""
         io, options = self._storage.io, self._storage.options
         if handoff.direct is DirectPath.OFF or io.slices.size > 1:
             return io, NoPeers()

@@ -66,10 +66,10 @@ _PLAIN = PlainCodec(PayloadCodecs())  # the bytes travel as they lie in memory
 
 @dataclass(slots=True)
 class ShownBlocks:
-    """The leases of the blocks in the last answer on one connection.
+    """The leases of the blocks in the last answer to one claimer.
 
     Attributes:
-        uid: user id of the claimer; None if it is not known.
+        uid: user id of the claimer's process; None if it is not known.
         leases: the leases.
     """
 
@@ -78,7 +78,7 @@ class ShownBlocks:
 
 
 class DirectServer:
-    """The prefill node's server, which claimers ask where blocks of a prompt lie in its memory.
+    """The prefill node's server. Claimers ask it where blocks of a prompt lie in its memory.
 
     The server listens on a TCP port and, for this machine, on a Unix socket, both opened at the
     first offer. The blocks of an answer are not evicted until the claimer's connection closes, or
@@ -194,7 +194,10 @@ class DirectServer:
             listener.listen(_MAX_CLAIMERS)
         except OSError as error:
             listener.close()
-            raise ConfigError(f"handoff.direct_host {self._where}: {error.strerror}") from error
+            raise ConfigError(
+                f"this node cannot listen at {self._where} ({error.strerror}): "
+                "change handoff.direct_host or handoff.direct_port"
+            ) from error
         self._listener, self._near = listener, near_listener(_MAX_CLAIMERS)
         self._wanted.set()
         return listener
@@ -243,7 +246,9 @@ class DirectServer:
         except AssertionError:
             raise  # our own state is wrong
         except Exception:
-            log.exception("a claimer's question could not be answered: it uses storage")
+            log.exception(
+                "a claimer's question could not be answered: the claimer reads from storage"
+            )
         finally:
             self._release_shown(held)
             channel.close()

@@ -268,7 +268,7 @@ class Landing:
                     tiers.slots.unlend(Tier.DEVICE, slots)
                     tiers.slots.give(Tier.DEVICE, left)
         except (OutOfBlocksError, TimeoutError) as error:
-            log.debug("no room to read from a producer's device: %r", error)
+            log.debug("this device has no room for blocks of a producer's device: %r", error)
         finally:
             index.release(path)
             tiers.work.capacity_changed()

@@ -103,7 +103,7 @@ class TransferEngine:
         if address in self._shown:
             return
         if status := self._engine.register_memory(address, memory.nbytes):
-            raise ConfigError(f"Mooncake's engine cannot show the host tier ({status})")
+            raise ConfigError(f"Mooncake's engine cannot register the host tier ({status})")
         self._shown.append(address)
 
     def read(self, peer: str, pieces: Sequence[RemotePiece]) -> None:
