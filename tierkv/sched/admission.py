@@ -70,7 +70,7 @@ def why_missed(
         computing: the blocks that running requests compute.
 
     Returns:
-        One of MISS_REASONS, and the last event of the first missing block; None if no event is
+        One of MISS_REASONS, and the last event of the first missing block, or None if no event is
             known.
     """
     if not spec.uses_cache:
@@ -172,7 +172,7 @@ class HostLoads:
         return [load for first, load in self._active.items() if first in wanted]
 
     def join(self, path: Lease, first: int, stop: int) -> list[Load]:
-        """Count one more user for each running load of blocks [first, stop) of a path.
+        """Add a user (a request) to each running load of blocks [first, stop) of a path.
 
         Args:
             path: a lease of the path (a prefix in the index).
@@ -577,7 +577,7 @@ class Starts:
             request.missed, request.missed_since = "", None
 
     def brought_all(self, request: Request) -> None:
-        """Record that no more tokens will come from storage; the missing ones count as missed."""
+        """Record that no more tokens will come from storage; those still absent count as missed."""
         if request.num_coming:
             self.stats.missed_tokens[request.missed] += request.num_coming
             request.num_coming = 0
@@ -705,10 +705,12 @@ class Growth:
         self._short_of_quota: set[Request] = set()  # members of `extending` with a full quota
 
     async def extend(self, request: Request, num_tokens: int) -> None:
-        """Add blocks to a request's table, for `num_tokens` after the prompt and committed tokens.
+        """Make room in a request's block table for `num_tokens` more tokens.
 
-        The request waits until it gets all of the missing blocks. Until then no waiting request is
-        admitted, or, if only the quota of the request's space is full, none of the same space.
+        The tokens follow the prompt and the committed tokens. The request waits until it gets all
+        of the blocks that it needs for them. Until then no waiting request is admitted. If the
+        request waits only because the quota of its space is full, this applies only to requests of
+        the same space.
 
         Args:
             request: the running request.
@@ -821,7 +823,8 @@ class Growth:
     def _yield_candidates(self, space: str | None) -> list[Request]:
         """Return the running requests (of `space`, or all) of which one must release its blocks.
 
-        The list is empty unless all of them wait for more blocks and no running copy will free any.
+        The list is empty if one of them does not wait for more blocks, or a running copy will free
+        some.
         """
         if self._tiers.work.is_at_work(space):
             return []
@@ -913,8 +916,9 @@ class Admissions:
     def admit_now(self, spec: RequestSpec, fetched: Fetched | None) -> Request | None:
         """Admit a request at once, if it need not wait.
 
-        A request must wait if other requests are in the queue or go before it, if there is no room
-        for it, or if waiting for blocks that another request computes is estimated to be better.
+        A request must wait while admission is paused or the queue is not empty, while a running
+        request must grow first, while there is no room, or if waiting for blocks that another
+        request computes is estimated to be better.
 
         Args:
             spec: the request, already checked by `Scheduler.check`.
@@ -1026,9 +1030,9 @@ class Admissions:
     def _possible_wait(
         self, spec: RequestSpec, match: Match, give_up_at: float | None = None
     ) -> PromiseWait | None:
-        """Return a possible wait for another request's blocks.
+        """Return a possible wait for another request's blocks; None if there is none.
 
-        None for none, or after `give_up_at`.
+        After `give_up_at`, in seconds of the loop's clock, there is none.
         """
         if not self._computing.num_promises or not spec.uses_cache:
             return None
@@ -1081,10 +1085,7 @@ class Admissions:
         return bool(self._running.by_id) if space is None else self._running.has_space(space)
 
     def _unblock(self, first: Waiting, space: str | None = None) -> bool:
-        """Release blocks of waiting requests to make room for `first`.
-
-        Return whether any were left.
-        """
+        """Release some blocks of waiting requests, for `first`; return False if there are none."""
         if self._line.release_last_fetched(space):
             return True
         # Protecting a partly shared block takes the room that the first request needs.

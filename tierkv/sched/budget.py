@@ -20,11 +20,11 @@ class Budget:
 
     Args:
         deadline_s: upper limit of the seconds spent waiting, whatever the estimates say.
-        step_s: number of seconds that are left, at the least, after each arrival of blocks; None if
-            arrivals do not extend the deadline.
+        step_s: after each arrival of blocks, at least this many seconds are left; None if arrivals
+            do not extend the deadline.
         estimator: the rule for fetching or computing, which can end the wait earlier; None for a
             caller that cannot compute and has to wait.
-        is_claim: True for the request of a decode node, whose tokens a prefill node has computed.
+        is_claim: True if a decode node claims a prompt that a prefill node has computed.
 
     Attributes:
         may_compute: True if the caller can compute the tokens instead of waiting.
@@ -53,9 +53,9 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the present wait ends.
+        """Seconds until the present wait must end.
 
-        Between two waits, the limit of a wait that begins now.
+        Between two waits: the seconds that a wait may take which begins now.
         """
         most_s = min(self._deadline_s, self._allowed_s) - self._spent()
         if self._scope is None:
@@ -94,8 +94,7 @@ class Budget:
 
         Args:
             rest_s: estimated seconds until the remaining blocks have arrived; the wait may last
-                that long. None if computing these blocks is expected to be faster: the limit by
-                `restrict` stays.
+                that long. None to keep the limit that `restrict` has set.
         """
         self._heard_at = self._time()
         if self._step_s is not None:

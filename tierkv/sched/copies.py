@@ -260,8 +260,8 @@ class Flush:
         slots: host slots of the blocks, int32 [len(keys)].
         worth: value of each block compared with others; the store may refuse those of low value.
         runs: the same blocks as events describe them; [] without subscribers.
-        generation: number of deletions of everything in storage, at the time when the write was
-            planned. A later deletion cancels the write.
+        generation: number of deletions of all stored values when the write was planned. A later
+            deletion cancels the write.
         began: the point in the order of events at which the write began.
     """
 
@@ -338,7 +338,7 @@ class Copies:
     def prompt_keys(self, prompt: Prompt) -> KeyRun:
         """Return the stored keys of a prompt, its tail included.
 
-        Each is computed when first read.
+        Each key is computed when it is first read.
         """
         root = self._index.spaces.root_of(prompt).space.root_digest
         keys = prompt.keys
@@ -423,7 +423,7 @@ class Copies:
                     self._start_down(part, first + start, first + stop, to_storage=is_stored)
 
     def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
-        """Remove blocks for which the host lacks room from `masks`.
+        """Clear the blocks in `masks` that the host lacks room for.
 
         Return the number of slots needed.
         """
@@ -591,10 +591,7 @@ class Copies:
         return last, at
 
     async def _wait_for_other_copies(self, node: TreeNode, first: int, stop: int) -> bool:
-        """Wait for other tasks' copies of the blocks to the host.
-
-        Return whether all blocks are there.
-        """
+        """Wait for other tasks' copies of the blocks to the host; return whether all arrived."""
         path = Tier.HOST, node, first, stop
         while self._index.is_in(CopyState.INCOMING, *path).any():
             await self._work.next_change()
@@ -735,10 +732,7 @@ class Copies:
         return True
 
     def _begin_flush(self, node: TreeNode, first: int, stop: int, generation: int) -> Flush:
-        """Mark the blocks' host slots as being read.
-
-        Return the write to storage that will follow.
-        """
+        """Mark the blocks' host slots as being read; return the write that `_end_flush` makes."""
         # A block is useless without the blocks before it: with equal hits the first is worth most.
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
         slots = self._index.slots(Tier.HOST, node, first, stop)

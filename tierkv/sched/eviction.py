@@ -322,9 +322,7 @@ class Eviction:
         return self._slots.free_of(tier, self.index.drop(tier, node, start, stop))
 
     def forget(self, node: TreeNode, start: int) -> None:
-        """Remove a node's blocks from `start` on, and all blocks after them, from device and host.
-
-        The blocks of all nodes below this one are removed too.
+        """Remove a node's blocks from `start` on, and all nodes below it, from device and host.
 
         Args:
             node: a node of the index. No lease may protect its blocks or those of a node below it.
@@ -352,10 +350,10 @@ class Eviction:
         self._pools[Tier.HOST].release(self._slots.free_of(Tier.HOST, host))
 
     def publish_forgotten(self, node: TreeNode, start: int) -> None:
-        """Publish that a node's blocks from `start` on, and all below, leave device and host.
+        """Publish the eviction of the blocks that `forget` removes for the same arguments.
 
         Args:
-            node: a node of the index; "below" are the nodes of the prompts that continue it.
+            node: a node of the index.
             start: index of the first block within the node.
         """
         pending = [(node, start)]

@@ -48,14 +48,15 @@ class Explanation(msgspec.Struct, frozen=True):
         num_tokens: number of tokens of the prompt.
         num_blocks: number of the prompt's first full blocks that are on device or host.
         runs: the blocks that were found, by tier; blocks in storage come last.
-        partial_tokens: number of tokens after these blocks that are in a cached block of which the
-            prompt shares only the first tokens.
+        partial_tokens: number of further prompt tokens that are cached in a block of which only the
+            first tokens match.
         first_miss: index of the first missing block; None if no block is missing.
         reason: the text of a `Miss`.
-        tier: the tier from which the missing block was lost; None if it was not lost.
-        at: time of that loss on the service's clock, in seconds; None if unknown.
+        tier: the tier from which the missing block was lost, or "storage" if the block is there;
+            None otherwise.
+        at: time of the loss on the service's clock, in seconds; None if unknown.
         detail: more about the reason, in words.
-        ago_s: seconds between that loss and this explanation; None if unknown.
+        ago_s: seconds between the loss and this explanation; None if unknown.
     """
 
     num_tokens: int

@@ -2,8 +2,8 @@
 
 Within one priority, the next request comes from the space whose requests were given the fewest
 blocks (a space is the part of the index for one fingerprint). Requests of one space are admitted in
-order of arrival. If MAX_PASSED_OVER younger requests of higher priority were admitted before the
-next request of a priority, this priority gets one turn before all others.
+order of arrival. A low priority does not starve: after MAX_PASSED_OVER younger requests of higher
+priority were admitted before its next request, it gets one turn before all other priorities.
 """
 
 from __future__ import annotations
@@ -73,10 +73,7 @@ class Waiting:
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
 
     def unpark(self) -> PromiseWait | None:
-        """End the wait for another request's blocks and return it.
-
-        Return None if there was none.
-        """
+        """End the wait for another request's blocks and return this wait; None without one."""
         wait, self.wait = self.wait, None
         if wait is not None:
             wait.promise.num_waiting -= 1
@@ -194,10 +191,12 @@ class WaitingLine:
         self._given.pop(space, None)
 
     def given(self, space: str, num_blocks: int) -> None:
-        """Add to the number of blocks that a space was given; the space with the fewest is next.
+        """Add an admitted request's blocks to those given to its space.
+
+        The space that was given the fewest blocks is next.
 
         Args:
-            space: name of the space of an admitted request.
+            space: name of the space of the request.
             num_blocks: number of blocks that were reserved for the request.
         """
         before = self._given.get(space, 0)
@@ -207,7 +206,7 @@ class WaitingLine:
     def admitted(self, waiting: Waiting) -> None:
         """Remove an admitted request from the queue.
 
-        Each lower priority whose next request is older than this one was passed over once more.
+        Each lower priority whose next request is older counts as passed over once more.
         """
         for priority, level in self._levels.items():
             if priority == waiting.priority:
@@ -285,9 +284,10 @@ class WaitingLine:
         return wait
 
     def ready_again(self) -> list[Waiting]:
-        """Return the requests aside whose awaited blocks are computed or will never be.
+        """Return the requests aside whose wait can end.
 
-        Each request is returned once; the caller passes it to `come_back`.
+        The blocks that they wait for are computed, or will never be. Each request is returned once;
+        the caller passes it to `come_back`.
         """
         found: list[Waiting] = []
         for promise, heap in list(self._aside.items()):

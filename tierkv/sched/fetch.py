@@ -58,8 +58,8 @@ class Landed:
     """The progress of a fetch.
 
     Attributes:
-        lease: protects the prompt's full blocks that are cached by now from eviction.
-        tail: lease of a cached partial block after these, if there is one by now.
+        lease: lease of the prompt's full blocks that are cached by now.
+        tail: lease of a cached partial block after these; None without one.
         num_tokens: number of tokens that this fetch has brought.
         direct: ranges of the prompt's tokens that came from another node's memory.
         problem: the outcome by which the fetch stopped early, with its reason; None while it runs,
@@ -430,7 +430,8 @@ class Fetcher:
     Args:
         tiers: the tiers to fetch into.
         storage: the storage tier.
-        estimator: the rule for fetching or computing; each fetch updates its speed of storage.
+        estimator: the rule for fetching or computing; each fetch updates its estimate of storage's
+            speed.
         source: the object to fetch blocks from; None for `storage`.
     """
 
@@ -828,7 +829,7 @@ class _Fetch:
         return found
 
     def _worth_fetching(self, keys: Sequence[StoredKey], question: Decision) -> Sequence[StoredKey]:
-        """Return the first of `keys` that are worth fetching; [] if none are."""
+        """Return the first part of `keys`, which is worth fetching; [] if nothing is."""
         estimator, end = self.shared.estimator, self.landed.lease.num_blocks + len(keys)
         end_token = min(end * self.prompt.block_size, self.prompt.num_tokens)
         tokens = end_token - self.landed.lease.num_blocks * self.prompt.block_size
@@ -851,7 +852,10 @@ class _Fetch:
         return keys
 
     def _without_sample(self, keys: Sequence[StoredKey], sample: int) -> Sequence[StoredKey]:
-        """Shorten `keys` so that at least `sample` tokens are computed, as a measurement."""
+        """Shorten `keys` so that the engine computes at least `sample` tokens.
+
+        The time that this takes is a sample of the engine's speed.
+        """
         if not sample:
             return keys
         size, num_tokens = self.prompt.block_size, self.prompt.num_tokens

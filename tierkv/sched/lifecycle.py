@@ -225,7 +225,7 @@ class Lifecycle:
     def _copy_first(self, node: TreeNode, tried: set[int]) -> bool:
         """Start to copy a node and all nodes below it to the host.
 
-        Return whether any was started.
+        Return whether a copy started.
         """
         tiers = self._tiers
         parts, pending = [], [node]

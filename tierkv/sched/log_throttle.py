@@ -24,7 +24,7 @@ class LogThrottle:
         self._reason = ""
 
     def warn(self, reason: str, count: int = 1) -> None:
-        """Log events now, or at the end of the running second.
+        """Log events now, or together with later ones at the end of the second.
 
         Call this on the event loop's thread.
 

@@ -59,7 +59,7 @@ def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRul
 
 
 def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
-    """Split a victim into parts, each with True if the tier below has it; the last blocks first."""
+    """Return the parts of a victim, the last first, with True if the tier below has the part."""
     node, start, stop = victim.node, victim.start, victim.stop
     host = node.copies[Tier.HOST]
     if tier is Tier.DEVICE and host.uniform is not None:
@@ -78,7 +78,7 @@ def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
 
 
 def _has_below(part: Victim, tier: Tier, forgotten: set[tuple[int, int]]) -> bool:
-    """Return whether blocks stay cached that no match would reach without this part."""
+    """Return whether cached blocks would stay that no match could reach after this part is gone."""
     if tier is Tier.HOST:
         return False  # a host victim has no descendant that is on the host only
     node: TreeNode = part.node

@@ -42,7 +42,7 @@ _MAX_CAUTION = 6
 class Decisions:
     """Counts of the ways in which missing blocks were obtained, since the start of the node.
 
-    Consecutive blocks of one prompt count once.
+    Each count is a number of times; consecutive blocks of one prompt count once.
 
     Attributes:
         load_host: loaded to the device from the host.
@@ -209,7 +209,7 @@ class Computing:
         promise.begun = asyncio.get_running_loop().time()
 
     def end(self, promise: Promise) -> None:
-        """End a promise, even if some of its blocks were not computed. Further calls do nothing."""
+        """End a promise: its blocks are computed, or will not be. Further calls do nothing."""
         if promise.is_over:
             return
         promise.is_over = True
@@ -302,7 +302,7 @@ class Computing:
         self._decisions.recompute_device += 1
 
     def waits(self) -> None:
-        """Count a request that begins to wait."""
+        """Count a request that begins to wait for another request's blocks."""
         self._decisions.wait_device += 1
 
     def note_wait(self, wait: PromiseWait, waited_s: float, *, was_worth_it: bool) -> None:

@@ -123,7 +123,7 @@ class Scheduler:
             await self.tiers.work.next_change()
 
     def drain(self) -> None:
-        """Refuse new and waiting requests with ShuttingDownError; running requests go on."""
+        """Refuse new and waiting requests with ShuttingDownError; running requests continue."""
         self._is_draining = True
         for waiting in list(self._waiting):
             self._waiting.leave(waiting)
@@ -131,7 +131,10 @@ class Scheduler:
                 waiting.outcome.set_exception(ShuttingDownError("this node is shutting down"))
 
     def forget_turns(self, space: str) -> None:
-        """Forget how many blocks the requests of a space were given; called when it is closed."""
+        """Forget how many blocks a space's requests were given.
+
+        Call it when the space is closed.
+        """
         self._waiting.forget(space)
 
     def is_used_by(self, space: str) -> bool:
@@ -332,7 +335,7 @@ class Scheduler:
     # Growing and ending
 
     async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
-        """Record that the KV of `tokens` is in the block table, or will be after some events.
+        """Record that the KV of `tokens` is in the block table, or will be after the events.
 
         Other requests can match the full blocks as soon as the events in `after` are done; the call
         does not wait for them.
@@ -415,7 +418,7 @@ class Scheduler:
                 request.is_damaged = True
 
     def _insert(self, request: Request, prompt: Prompt) -> None:
-        """Insert the full blocks of `prompt` into the index, and copy them down as the rules say.
+        """Insert the full blocks of `prompt` into the index, and start copies to lower tiers.
 
         Blocks that the index already has from other requests stay private to this request.
         """
@@ -509,9 +512,7 @@ class Scheduler:
         return resumed
 
     def abandon(self, request: Request) -> None:
-        """Decide that a preempted request is not resumed.
-
-        Its blocks are evicted in the usual order.
+        """Give up a preempted request: its cached blocks are evicted in the usual order again.
 
         Raises:
             OwnershipError: the request is not preempted.

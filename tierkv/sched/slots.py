@@ -364,9 +364,9 @@ class Slots:
         self._num_reads += len(slots)
 
     def end_reading(self, slots: Ids) -> None:
-        """Record that a store has read host slots.
+        """Record that a store no longer reads host slots.
 
-        Free those whose blocks were evicted meanwhile.
+        Slots whose blocks were evicted since `begin_reading` become free.
         """
         self._reads[slots] -= 1
         self._num_reads -= len(slots)

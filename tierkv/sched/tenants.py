@@ -68,7 +68,7 @@ class Tenants:
         self.closed: set[str] = set()  # spaces with blocks that may still be in storage
 
     def known_space_of(self, tenant: str) -> str | None:
-        """Return the name of the space of a tenant without an adapter; never open it.
+        """Return the name of a tenant's space without an adapter, if it is known; open nothing.
 
         Returns:
             The name; None if the space is closed or was never opened, and no quota was set for it.
@@ -80,9 +80,7 @@ class Tenants:
         return short if short in self._fingerprints or short in self._set_quotas else None
 
     def space_of(self, tenant: str, adapter: str = "") -> str:
-        """Return the name of the space for a tenant's prompts with an adapter.
-
-        Open it if necessary.
+        """Return the name of the space for a tenant and an adapter; an unknown space is opened.
 
         A new space has the quota that is set for its tenant. If too many spaces are open, the least
         recently used one without requests is closed, and its blocks are removed from device and
@@ -298,10 +296,7 @@ class Tenants:
         self._tiers.work.capacity_changed()
 
     def _shrink(self, space: Space) -> bool:
-        """Evict at most _AT_ONCE blocks beyond the quota per tier.
-
-        Return whether more can be evicted.
-        """
+        """Evict some blocks beyond the quota; return whether more can be evicted."""
         have_more = [self._tiers.eviction.shrink_to_quota(tier, space) for tier in Tier]
         return any(have_more)
 

@@ -53,7 +53,7 @@ class Pins:
 
     @property
     def soft_ends(self) -> list[TreeNode]:
-        """For each soft pin, the last node (in the index) of the pinned blocks."""
+        """The index node with the last pinned block, for each soft pin."""
         return [pin.node for pin in self._pins.values() if pin.node is not None]
 
     def findings(self) -> list[str]:
@@ -173,7 +173,7 @@ class Tiers:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run copies during the body; at its end, wait until all copies have ended."""
+        """Accept copies during the body; at its end, wait until all copies have ended."""
         async with self.work.running(self.slots.num_lent):
             yield
 

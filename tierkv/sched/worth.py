@@ -63,7 +63,7 @@ class FetchPolicy(Enum):
 
 @dataclass(slots=True)
 class Regret:
-    """The seconds that requests may still lose by waiting for blocks that other requests compute.
+    """A balance of the seconds that requests may still lose by waiting for other requests' blocks.
 
     A wait is lost if the other request does not compute the blocks in time. The balance grows by
     SHARE of each new request's computing time and by the seconds that waits have saved. It shrinks
@@ -82,7 +82,8 @@ class Regret:
     def allow(self, compute_s: float) -> None:
         """Raise the balance for a new request that needs `compute_s` seconds to compute.
 
-        A request that is larger than every earlier one also adds MAX_WASTED times the difference.
+        The balance grows by SHARE of these seconds, and by MAX_WASTED times the seconds by which
+        they exceed the computing time of every earlier request.
         """
         if 0 < compute_s < float("inf"):
             self.usual_s = max(compute_s, self.usual_s * _FADING)
@@ -181,15 +182,16 @@ class Line:
 class PrefillSpeed:
     """Estimate of the seconds that the engine needs to compute a number of prompt tokens.
 
-    The estimate uses the times that the engine reports (`note`). Before the first report it uses
-    the times from a request's admission to the commit of its last block (`observe`).
+    The estimate is made from samples (measured prefills): the times that the engine reports
+    (`note`). Before the first report the samples are the times from a request's admission to the
+    commit of its last block (`observe`).
 
     Attributes:
         is_reported: True once the engine has reported a time itself.
         num_samples: number of samples so far.
         max_tokens: number of tokens of the largest sample in use.
-        sample: range that contains the number of tokens which the request chosen by `sample_tokens`
-            computes; empty if no such request runs.
+        sample: range of token counts by which the prefill that `sample_tokens` has chosen as a
+            sample is recognized; empty if no such prefill runs.
     """
 
     def __init__(self) -> None:
@@ -229,11 +231,11 @@ class PrefillSpeed:
 
     @property
     def seconds_of_one_more(self) -> float:
-        """Seconds that one more token adds to a prompt's computing time, as a mean of 1,024."""
+        """Mean seconds that a token after the first 1,024 adds to a prompt's computing time."""
         return max(self.seconds(2 * _MANY_TOKENS) - self.seconds(_MANY_TOKENS), 0.0) / _MANY_TOKENS
 
     def sample_tokens(self, tokens: int, fetch_s: float) -> int:
-        """Return the number of stored tokens that a request computes to measure the engine's speed.
+        """Return how many stored tokens a request computes to measure the engine's speed.
 
         The number is 0 for most requests. Without samples, a node that finds every prompt in
         storage would never learn the engine's speed. The first samples are a few tokens each. Later
@@ -509,15 +511,14 @@ class Estimator:
     ) -> Decision:
         """Decide whether a request waits for storage, and for how long.
 
-        If the decision is to measure a slow storage again, the next such decision is possible only
-        after TRY_EVERY_S.
+        A decision to measure the speed of storage although computing is estimated to be faster is
+        made at most once in TRY_EVERY_S seconds.
 
         Args:
             tokens: number of the prompt's tokens that are on neither device nor host.
             now: seconds on the loop's clock.
             is_answered: True if storage has already confirmed that it has these tokens.
-            is_claim: True for the request of a decode node, whose tokens a prefill node has
-                computed.
+            is_claim: True if a decode node claims a prompt that a prefill node has computed.
 
         Returns:
             The decision, with its reason.

@@ -13,7 +13,7 @@ from tierkv.errors import StoreRefusedError, StoreUnavailableError
 
 
 class Deletions:
-    """The deletions of everything that a service, or a pool of pages, has stored.
+    """The deletions of everything that one service has stored.
 
     Deletions are counted as generations: content belongs to the generation in which it was computed
     or queued, and each deletion begins the next one. Content of an earlier generation is never

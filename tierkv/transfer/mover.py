@@ -248,7 +248,7 @@ def _outcome(event: Event) -> tuple[TransferError | None] | None:
 
 
 class Submitted(msgspec.Struct, eq=False):
-    """The result of a copy's submission, which has ended, with the methods of a future."""
+    """The result of submitting a copy, known at once, with the methods of a future."""
 
     events: tuple[Event, ...]
     error: TierKVError | None = None

@@ -75,7 +75,7 @@ class Slice:
 
 
 class Slices:
-    """The stored values that make up a block, one per rank, and the host memory of each.
+    """The stored values that make up a block, one per rank, and each rank's host memory.
 
     A node without tensor parallelism stores a block as one value. A node of n ranks stores n
     values, one for each rank's slice (share) of the block; a block counts as stored when all n are
@@ -122,7 +122,7 @@ class Slices:
         """Return the slices of a node with one rank, which stores one value per block.
 
         Args:
-            names: the stored names.
+            names: makes the stored names of blocks.
             layout: layout of a block.
             host: the host slots.
         """
@@ -192,7 +192,7 @@ class Slices:
         return ValueIdentity(digest, key.digest, key.num_tokens)
 
     def assemble(self, slot: int, payloads: dict[Shard, Bytes1D], num_tokens: int) -> None:
-        """Put a block together in this node's slots from slices of a node with other ranks.
+        """Put a block together in this node's slots from the slices of a node of another size.
 
         Args:
             slot: id of the host slot, the same for every rank of this node.
@@ -248,10 +248,11 @@ class _Entry(msgspec.Struct, array_like=True, frozen=True):
 class TailLists:
     """The lists of stored tails, by which a prompt finds tails that other prompts have stored.
 
-    A tail is the last, partial block of a prompt. Only a prompt with exactly the same tokens can
-    compute the tail's stored name. For each block that tails follow, a list (one small value)
-    therefore has the tokens of these tails. By the list a prompt finds tails that share only their
-    first tokens with it, or that are shorter or longer.
+    A tail is the last, partial block of a prompt. Its stored name depends on all of its tokens, so
+    only a prompt with exactly the same tokens can compute the name. A list is one small stored
+    value for the block before the tails; it has the tokens of the tails that follow this block.
+    With the list a prompt finds tails that share only their first tokens with the prompt, or that
+    are shorter or longer.
 
     A list cannot cause wrong results: a tail's name is computed from the tokens in the list, and
     the tail's value is checked as any block is. If a list is lost, damaged or out of date, its
@@ -527,7 +528,7 @@ class StorageIO:
 
     @property
     def reads_at_once(self) -> bool:
-        """True if a read costs the store no more than a question, so that lookups read at once."""
+        """True if asking costs the store as much as reading, so that lookups read at once."""
         return not self.store.capabilities.has_cheap_questions
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
@@ -600,9 +601,9 @@ class StorageIO:
             self._toucher.used(names)
 
     async def _sizes_of(self, keys: Sequence[StoredKey], tried: int) -> list[int | None]:
-        """Return, per block, a number of ranks other than `tried` that have stored it.
+        """Return, per block, a number of ranks that have stored it.
 
-        None for none.
+        None if only `tried` or none.
         """
         sizes = [n for n in (self.slices.size, *self.slices.peer_tensor_parallel) if n != tried]
         if not sizes or not keys:
@@ -1124,7 +1125,7 @@ class Toucher:
     def wrote(self, names: Iterable[str]) -> None:
         """Record that the values with these names were just written.
 
-        For `interval_s` none is renewed.
+        They are renewed after `interval_s` at the earliest.
         """
         now = asyncio.get_running_loop().time()
         for name in names:
