@@ -538,11 +538,11 @@ class Claims:
         give_up_at: float,
         near: Supply,
     ) -> Request:
-        """Fetch the prompt and admit the request; raise HandoffError if `policy` requires more.
+        """Fetch the prompt and admit the request; raise HandoffError if too few blocks arrive.
 
-        A failing store is asked again until the claim's deadline, because the ticket states that
-        all blocks are stored. Blocks for which the host has no room are fetched in portions after
-        the admission.
+        The claim's `policy` decides if all blocks must arrive. A failing store is asked again until
+        the claim's deadline, because the ticket states that all blocks are stored. Blocks for which
+        the host has no room are fetched in portions after the admission.
         """
         prompt, pause_s = spec.prompt, _FIRST_PAUSE_S
         while True:

@@ -981,7 +981,7 @@ def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
 
 
 def _refused(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableError:
-    """Return the error for a value that the store refused; StoreRefusedError if it is full."""
+    """Return the error for a refused value: StoreRefusedError if the store is full."""
     is_full = outcome.status is PutStatus.FULL
     kind = StoreRefusedError if is_full else StoreUnavailableError
     return kind(f"{url} did not accept {what}: {outcome.reason}")

@@ -226,7 +226,7 @@ class EngineCpuDevice(CpuDevice):
 
 
 class SlotPieces:
-    """One rank's range of bytes of each slot of `host`, which must stay open meanwhile.
+    """One rank's range of bytes of each slot of `host`. Do not close `host` before its last use.
 
     Args:
         host: the slots.

@@ -126,7 +126,7 @@ class RankedDevice:
                 then those of rank 1, and so on.
 
         Raises:
-            LayoutError: the ranks split another layout.
+            LayoutError: `layout` is not the layout that `scheme` divides over the ranks.
         """
         self._check(layout)
         parts: list[Planes] = []

@@ -275,9 +275,9 @@ _UNEMBEDDING_GAIN = 1.0
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer. A matrix [a, b] maps row vectors of a elements to b elements.
+    """The weights of one layer, as matrices [input size, output size] for row vectors.
 
-    Each matrix may also be given in panels, [b / PANEL, a, PANEL]: see `in_panels`.
+    Each matrix may also be given in panels: see `in_panels`.
 
     With q = num_heads * head_dim and kv = num_kv_heads * head_dim:
 

@@ -333,7 +333,7 @@ class Service:
 
     @property
     def store(self) -> Store | None:
-        """The store of all tenants that have no store of their own; None if none is attached."""
+        """The store for all tenants that have no store of their own; None if none is attached."""
         return self._storage_tier.store
 
     async def attach_storage(self, store: str | Store, *, tenant: str = "") -> None:
@@ -355,7 +355,8 @@ class Service:
     def detach_storage(self, *, tenant: str = "") -> bool:
         """Stop using the store of `tenant`; return True if there was one.
 
-        Operations that have begun are completed on the store, or fail; their requests then compute.
+        Operations that have begun are completed on the store, or fail. Requests that wait for a
+        failed one then compute.
 
         Args:
             tenant: the name that was passed to `attach_storage`; "" for the store of all other

@@ -58,7 +58,7 @@ class Session:
         failed_blocks: indices of the prompt's blocks that were cached but could not be loaded. The
             engine computes these.
         load_problem: the reason why blocks could not be loaded; None if all were loaded.
-        over: future that is resolved once everything is released that the session has acquired.
+        over: future that is resolved once the session has released everything that it had acquired.
     """
 
     def __init__(self, service: Service, spec: RequestSpec) -> None:
@@ -96,7 +96,7 @@ class Session:
 
     @property
     def has_ended(self) -> bool:
-        """True if everything is released that the session has acquired."""
+        """True if the session has released everything that it had acquired."""
         return self.over.done()
 
     @property
