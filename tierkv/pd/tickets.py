@@ -359,7 +359,7 @@ class ProducerLease:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Renew the value while the body runs, in which the caller publishes an open ticket."""
+        """Renew the value while the body runs. The body is the time of one open ticket."""
         self._num_held += 1
         self._wanted.set()
         if asyncio.get_running_loop().time() - self._beaten_at > self.beat_s:
