@@ -1,4 +1,4 @@
-"""The command `tierkv`: the list of its commands; a command's module is imported when called."""
+"""The command `tierkv`. The module of a subcommand is imported when the subcommand is called."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _WrongUsage(_Failure):
 
     @classmethod
     def of(cls, error: click.UsageError) -> Self:
-        """Return the failure for Click's error, with its words in one line."""
+        """Return the failure with the text of Click's error in one line."""
         help_at = error.ctx.command_path if error.ctx is not None else "tierkv"
         said = " ".join(error.format_message().split())
         return cls(f"{said.rstrip('.')}; see {help_at} --help")
@@ -48,7 +48,7 @@ class _InterruptedError(_Failure):
 
 @contextmanager
 def _in_a_sentence() -> Iterator[None]:
-    """Turn expected errors of the body into one sentence on stderr."""
+    """Print each expected error of the body as one sentence on stderr, and exit with its code."""
     try:
         yield
     except click.exceptions.NoArgsIsHelpError:
@@ -59,21 +59,21 @@ def _in_a_sentence() -> Iterator[None]:
         raise _Failure(str(error)) from error
     except KeyboardInterrupt as error:
         raise _InterruptedError("stopped by Ctrl-C") from error
-    except OSError as error:  # of what is written, by `--help` too: a full disk, say
+    except OSError as error:  # the output, even of `--help`, cannot be written: a full disk
         if error.errno == errno.EPIPE:
-            raise  # click's business
+            raise  # Click exits without a message
         where = f": {error.filename}" if error.filename else ""
         click.echo(f"error: {error.strerror or error}{where}", err=True)
-        with suppress(OSError, ValueError):  # what is left goes nowhere, or Python tries again
+        with suppress(OSError, ValueError):  # or Python writes the rest at exit, and fails again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
 class _Commands(click.Group):
-    """A group of commands that imports a command's module when the command is called.
+    """A group of commands that imports the module of a command when the command is called.
 
     Attributes:
-        later: module and one line of help, by the command's name.
+        later: for each command, its module and its line in the list of commands.
     """
 
     later: ClassVar = {
@@ -112,7 +112,7 @@ class _Commands(click.Group):
         if cmd_name not in self.later:
             return super().get_command(ctx, cmd_name)
         module, _ = self.later[cmd_name]
-        gc.disable()  # what an import makes stays: 7 % of the start of a node
+        gc.disable()  # imported objects stay, so collections only cost time: 7 % of a node's start
         try:
             command = getattr(importlib.import_module(module), cmd_name)
         finally:

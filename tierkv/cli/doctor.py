@@ -29,10 +29,10 @@ from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Stor
 from tierkv.tasks import run_until_stopped
 
 _VALUE_BYTES = 1 << 20  # about a block of a model of 8B parameters
-_NUM_VALUES = 32  # as many as a node moves at once
+_NUM_VALUES = 32  # a node moves as many blocks at once
 _ROUNDS = 3
 _DEADLINE_S = 20.0
-_TTL_S = 60.0  # in case this process does not remove them
+_TTL_S = 60.0  # removes the values if this process is killed
 
 
 @click.command()
@@ -51,8 +51,8 @@ _TTL_S = 60.0  # in case this process does not remove them
 def doctor(*, config: Path | None, url: str | None, as_json: bool) -> None:
     """Measure this machine's GPUs, memory and store, and print remedies for faults.
 
-    The command writes 32 MiB to the store three times, reads them back and removes them.
-    Exits with 1 if there is no usable GPU, a GPU is unusable, or the store cannot be reached.
+    The command writes 32 MiB to the store three times, reads them back and removes them. It exits
+    with 1 if there is no usable GPU, a GPU is unusable, or the store cannot be reached.
     """
     given = {} if url is None else {"TIERKV_STORAGE__URL": url}
     settings = load(NodeSettings, config, os.environ | given, other_kind=GatewaySettings)
@@ -111,10 +111,7 @@ def _clock_finding(skew_s: float | None) -> Finding:
 
 
 async def _measured(store: Store) -> tuple[float, float, Finding]:
-    """Write values, read and remove them.
-
-    Return GB/s of the best writing and reading, and the clock.
-    """
+    """Write, read and remove values; return GB/s written, GB/s read, and a finding on the clock."""
     name = f"tierkv:doctor:{secrets.token_hex(8)}"
     value = memoryview(bytearray(os.urandom(_VALUE_BYTES)))
     slots = [memoryview(bytearray(_VALUE_BYTES)) for _ in range(_NUM_VALUES)]

@@ -1,4 +1,4 @@
-"""The commands that ask a node: explain, generate, lookup, stats, verify."""
+"""The commands that send a request to a node: explain, generate, lookup, stats, verify."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError, InvariantError
 from tierkv.sched.explain import Explanation
 
-_MAX_PROMPT_BYTES = 16 << 20  # what nodes take of a body (node.max_body_bytes)
+_MAX_PROMPT_BYTES = 16 << 20  # the default of node.max_body_bytes
 
 
 _prompt = click.argument("prompt")
@@ -98,7 +98,7 @@ def lookup(prompt: str, *, node: Target, as_json: bool) -> None:
 def explain(prompt_file: Path, *, node: Target, as_json: bool) -> None:
     """Explain why the first missing block of a prompt is not cached.
 
-    The command prints the tier of each block, the first missing block, and the reason. If
+    The command prints the tier of each cached block, the first missing block, and the reason. If
     PROMPT_FILE is "-", the prompt is read from standard input. Nothing is fetched or changed.
     """
     body = LookupBody(prompt=_decoded(_content(prompt_file)))
@@ -151,15 +151,12 @@ def verify(*, node: Target, as_json: bool) -> None:
 
 
 def _text(prompt: str) -> str:
-    """Return the text of the argument PROMPT; for "-" the text on standard input."""
+    """Return the text of the argument PROMPT; text from standard input if it is "-"."""
     return _decoded(_content(Path("-")) if prompt == "-" else os.fsencode(prompt))
 
 
 def _content(path: Path) -> bytes:
-    """Return the bytes of a prompt file; of standard input for "-".
-
-    At most one byte more than a prompt may have is read, since the input may have no end.
-    """
+    """Return a prompt file's bytes, at most one more than allowed; "-" reads standard input."""
     if str(path) == "-":
         return sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
     try:

@@ -1,4 +1,4 @@
-"""Output of all commands: JSON on stdout, and progress on stderr."""
+"""Output that all commands share: JSON on stdout, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def print_json(answer: object) -> None:
 
 @contextmanager
 def progress(doing: str) -> Iterator[None]:
-    """Show on stderr for how long the body has run, after a second and on a terminal only.
+    """While the body runs, show its name and its running time in seconds on stderr.
 
-    The body must print nothing to stdout.
+    Only a terminal shows it, from the first full second on. The body must print nothing to stdout.
 
     Args:
-        doing: what the command does, such as "reading".
+        doing: name of the work, such as "reading".
     """
     if not sys.stderr.isatty():
         yield

@@ -1,4 +1,4 @@
-"""The commands that run a server, `tierkv serve` and `tierkv gateway`, and the options of both."""
+"""The commands that run a server: `tierkv serve` and `tierkv gateway`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tierkv.gateway.settings import GatewaySettings
 from tierkv.http.process import log_to_stderr
 
 _Decorator = Callable[[Any], Any]
-EXTERNAL = "external"  # --engine of a node that computes nothing
+EXTERNAL = "external"  # value of --engine for a node that computes nothing itself
 
 
 def _all_of(*options: _Decorator) -> _Decorator:
-    # Reversed, as the help lists them in the order in which decorators stand.
+    # Reversed, because the help lists options in the order in which decorators stand.
     return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
 
 
@@ -68,7 +68,7 @@ _insecure_and_log_level = _all_of(
     ),
     click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON."),
 )
-_SETTINGS = {  # of options that are called otherwise than their setting
+_SETTINGS = {  # table and key, for options whose name is not that of their setting
     "auth_file": ("auth", "file"),
     "tls_cert": ("tls", "cert"),
     "tls_key": ("tls", "key"),
@@ -82,18 +82,18 @@ _SETTINGS = {  # of options that are called otherwise than their setting
 def _settings_in(
     options: Mapping[str, object], *, table: str, insecure: bool
 ) -> Iterator[tuple[str, str, object]]:
-    """Yield table, key and value, as `config.load` takes them, of the options that were given."""
+    """Yield each given option as (table, key, value), the form that `config.load` reads."""
     if insecure:
         yield table, "allow_insecure_bind", True
     for name, value in options.items():
-        # What was not given is None, False or empty; port 0 is none of these.
+        # An option that was not given is None, False or (). Port 0 equals False, but is given.
         if not (value is None or value is False or value == ()):
             section, key = _SETTINGS.get(name, (table, name))
             yield section, key, value
 
 
 def _address(port: int) -> _Decorator:
-    """Add the options --host and --port; `port` is the default port."""
+    """Add the options --host and --port, with `port` as the default port in the help."""
     return _all_of(
         click.option("--host", help="The address to listen on.  [default: 127.0.0.1]"),
         click.option(

@@ -1,4 +1,4 @@
-"""`tierkv config`: the settings in force, and the source of each."""
+"""`tierkv config`: the settings that a node or gateway would use, and the source of each."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def config(names: tuple[str, ...], *, role: str, path: Path | None, as_json: boo
     """Print the settings in force and the source of each.
 
     These are the settings that `tierkv serve` or `tierkv gateway` would use in this environment,
-    with secrets masked. NAMES are settings or tables, such as cache or node.port; without NAMES all
-    settings are printed. The route GET /v1/config of a running node returns that node's settings.
+    with secrets masked. NAMES are settings or tables, such as cache or node.port; without NAMES,
+    all settings are printed. GET /v1/config returns the settings of a running node.
 
-    Exits with 1 if a setting does not exist or has a wrong type; the error suggests a name for a
-    misspelled one.
+    The command exits with 1 if a setting does not exist or has a wrong type. The error suggests a
+    name for a misspelled one.
     """
     kinds: list[type[msgspec.Struct]] = [NodeSettings, GatewaySettings]
     kind, other_kind = kinds if role == "node" else reversed(kinds)
@@ -70,10 +70,7 @@ def config(names: tuple[str, ...], *, role: str, path: Path | None, as_json: boo
 
 
 def _chosen(names: Sequence[str], known: Sequence[str], values: Mapping[str, Any]) -> Sequence[str]:
-    """Return the settings that `names` mention, alone or by their table.
-
-    All of them for no name.
-    """
+    """Return the settings that `names` contain, alone or by their table; all for no names."""
     for name in names:
         if name not in known:
             raise ConfigError(f"there is no setting {name}{suggestion(name, known)}")
@@ -85,7 +82,7 @@ def _chosen(names: Sequence[str], known: Sequence[str], values: Mapping[str, Any
 
 
 def _hint_unread_variables(environ: Mapping[str, str], known: Sequence[str]) -> None:
-    """Print a hint for each variable with one underscore where two belong: it is not read."""
+    """Print a hint for each variable that has no effect because one underscore is missing."""
     variables = {f"{_PREFIX}{name.replace('.', '__')}".upper(): name for name in known}
     single = {variable.replace("__", "_"): variable for variable in variables}
     for variable in environ:

@@ -1,4 +1,4 @@
-"""`tierkv status`: the health and counts of nodes and gateways."""
+"""`tierkv status`: the health and the counts of nodes and gateways."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierkv.errors import TierKVError
 from tierkv.http.problems import NotReadyError
 from tierkv.tasks import run_until_stopped, task_group
 
-_TIMEOUT_S = 5.0  # for all questions to one node: after it the node counts as silent
+_TIMEOUT_S = 5.0  # for each call of a node; a later answer counts as none
 _ONCE = Retries(attempts=1)
 _BAR = 20
 _GATEWAY = "gateway"
@@ -32,13 +32,16 @@ class Seen:
     """The state of a node or gateway at one time.
 
     Attributes:
-        url: address, with secrets masked.
+        url: its address, with secrets masked.
+        name: its name.
+        role: prefill, decode, both or gateway.
+        version: its version of tierkv.
         health: ok, degraded, not ready, or no answer.
-        detail: reason of the health.
-        levels: used and available blocks, by tier.
-        now: counts that rise and fall, such as running requests.
-        totals: counts since the start.
-        parts: dependencies of a node, or nodes of a gateway, each with its state.
+        detail: the reason of the health; "" for none.
+        levels: numbers of used blocks and of all blocks, by tier.
+        now: numbers of running and of waiting requests.
+        totals: counts since its start.
+        parts: the state of each dependency of a node, or of each node of a gateway.
     """
 
     url: str
@@ -66,12 +69,15 @@ class Seen:
 
 
 async def read_state(url: str, ca: Path | None, cert: Path | None) -> Seen:
-    """Ask a node or gateway for its state. A TierKVError becomes a state, too, and is not raised.
+    """Ask a node or gateway for its state.
+
+    If the call fails, the returned state contains the error's text, and nothing is raised.
 
     Args:
         url: address of the node or gateway.
-        ca: PEM file of the authority that signed its certificate; None for the system's list.
-        cert: PEM file of this client's certificate and key; None without.
+        ca: PEM file of the authority that signed its certificate; None for the system's
+            authorities.
+        cert: PEM file of this client's certificate and key; None for none.
     """
     seen = Seen(masked_url(url))
 
@@ -143,7 +149,7 @@ async def _of_gateway(client: AsyncClient, known: Seen) -> Seen:
 
 
 def lines(seen: Seen) -> list[tuple[str, str]]:
-    """Return pairs of name and value that describe a state for people."""
+    """Return the state in rows for people, each a name and a text."""
     rows = [(tier, _level(*level)) for tier, level in seen.levels.items()]
     news = {part: state for part, state in seen.parts.items() if _is_news(seen, part, state)}
     rows += [(_short(part), state) for part, state in news.items()]
@@ -194,10 +200,7 @@ _GATEWAY_ROWS: Mapping[str, Mapping[str, str]] = {
 
 
 def _is_news(seen: Seen, name: str, state: str) -> bool:
-    """Return True if a part is shown.
-
-    All nodes of a gateway are shown; of a node's parts only storage and those with a fault.
-    """
+    """Return True for a node of a gateway, and for storage and a part with a fault of a node."""
     return seen.role == _GATEWAY or name == "storage" or not state.startswith("ok")
 
 

@@ -27,7 +27,7 @@ from tierkv.storage.redis.url import TlsFiles
 from tierkv.tasks import run_until_stopped
 
 T = TypeVar("T")
-# A person waits longer than a request does; for each of several stores.
+# Longer limits than those of requests, since a user waits.
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
 PATIENT_RESILIENCE = ResilienceSettings(timeout_s=30.0, write_timeout_s=30.0)
 
@@ -60,14 +60,14 @@ within_option = click.option(
 
 
 def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
-    """Open the store of `url`, run `work` with it, and return the result.
+    """Open the store at `url`, run `work` with it, and return the result.
 
     Args:
         url: URL of the store.
-        work: gets the store.
+        work: the function to run with the open store.
 
     Raises:
-        ConfigError: the store is memory of a node, or a directory that does not exist.
+        ConfigError: the store is in the memory of a node, or its directory does not exist.
     """
     tls = click.get_current_context().find_object(TlsFiles) or TlsFiles()
     settings = StoreSettings(redis=replace(PATIENT, tls=tls), resilience=PATIENT_RESILIENCE)
@@ -89,17 +89,17 @@ def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
 
 
 def with_each_store(url: str, work: Callable[[Store], Awaitable[T]]) -> tuple[Sequence[T], int]:
-    """Run `work` with each store that `url` consists of, except stores in a node's memory.
+    """Run `work` with each store of a layered store, except stores in the memory of a node.
 
     Args:
-        url: URL of the store; a layered one consists of two.
-        work: gets the store.
+        url: URL of a store; a store that is not layered is the only one.
+        work: the function to run with each open store.
 
     Returns:
-        The results, and the number of stores that failed; a line on stderr names each.
+        The results, and the number of stores that failed. Their errors are printed to stderr.
 
     Raises:
-        TierKVError: all stores failed; the error of the first.
+        TierKVError: all stores failed; the error of the first one.
     """
     found: list[T] = []
     failures: list[TierKVError] = []
@@ -116,7 +116,7 @@ def with_each_store(url: str, work: Callable[[Store], Awaitable[T]]) -> tuple[Se
 
 
 def _require_existing(store: Store) -> None:
-    """Raise ConfigError if a file store's directory does not exist; only nodes make directories."""
+    """Raise ConfigError if a file store's directory does not exist, since only nodes make it."""
     if isinstance(store, FileStore) and not store.is_made():
         raise ConfigError(
             f"there is no store at {store.url}: give the directory of a node's storage.url"
@@ -124,10 +124,10 @@ def _require_existing(store: Store) -> None:
 
 
 def checked(prefix: str) -> str:
-    """Return `prefix` with its first field complete: `tierkv` then does not match `tierkv2`.
+    """Return `prefix`, with a colon added if it has none: `tierkv` must not match `tierkv2:...`.
 
     Raises:
-        click.BadParameter: the prefix is no beginning of names.
+        click.BadParameter: no name of a value can begin with the prefix.
     """
     try:
         return check_prefix(prefix if ":" in prefix else f"{prefix}:")
@@ -139,8 +139,8 @@ def hint_if_none(count: int, prefix: str) -> None:
     """Print a hint if a command found no values.
 
     Args:
-        count: number of values that were found.
-        prefix: prefix that was looked for.
+        count: number of values that the command found.
+        prefix: prefix of the names that the command searched.
     """
     if not count:
         click.echo(
@@ -199,7 +199,7 @@ def storage(
 )
 @within_option
 def ls(url: str, prefix: str, limit: int, *, is_meant: IsMeant, as_json: bool) -> None:
-    """List values: name, size in bytes, and seconds to live."""
+    """List values: name, size in bytes, and seconds until they expire."""
     now = time.time()
     is_all = True
 
@@ -234,7 +234,7 @@ def ls(url: str, prefix: str, limit: int, *, is_meant: IsMeant, as_json: bool) -
 @json_option
 @within_option
 def du(url: str, prefix: str, *, is_meant: IsMeant, as_json: bool) -> None:
-    """Print the number of values and bytes by model and tenant, and of tickets."""
+    """Print the number of values and bytes for each model and tenant, and for tickets."""
     groups = _usage(url, prefix, is_meant)
     if as_json:
         rows = {name: {"values": u.num_values, "bytes": u.num_bytes} for name, u in groups.items()}
@@ -268,9 +268,9 @@ def verify(
 ) -> None:
     """Read every value and check its name, length and checksum.
 
-    In a layered store the copies of each part are checked, and each finding names its part. Exits
-    with 1 if a damaged value remains, a value could not be read, or one of several stores did not
-    answer.
+    In a layered store, the copies in each part are checked, and each finding names its part. The
+    command exits with 1 if a damaged value remains, a value could not be read, or one of several
+    stores did not answer.
     """
     key = None if key_file is None else read_key(key_file)
 
@@ -308,7 +308,7 @@ def verify(
 
 
 def _by_name(findings: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return the reasons by name; the reasons for several copies of a value are joined."""
+    """Return the reasons by name, with the reasons for all copies of a value in one text."""
     of_each: dict[str, str] = {}
     for name, why in findings:
         of_each[name] = f"{of_each[name]}; {why}" if name in of_each else why
@@ -333,7 +333,7 @@ def rm(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Remove values: of a model and tenant, of a block, or values that expire soon."""
+    """Remove the values of a model and tenant, of one block, or those that expire soon."""
     prefix = checked(prefix)
     if not yes:
         groups = _usage(url, prefix, is_meant).values()

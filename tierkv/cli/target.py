@@ -1,4 +1,4 @@
-"""The node that a command asks, and its credentials: --url, --ca, --cert and TIERKV_TOKEN."""
+"""The options for the node that a command calls: --url, --ca, --cert, and TIERKV_TOKEN."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _Command = Callable[..., None]
 
 _TOKEN = "TIERKV_TOKEN"
 _TIMEOUT_S = 30.0
-LONG_S = 300.0  # for what may take long: a person watches, and may end it
+LONG_S = 300.0  # for calls that may take long: the user can press Ctrl-C
 _URL = "http://127.0.0.1:8100"
 
 
 def default_url() -> str:
-    """Return the URL of the node to ask if none is given."""
+    """Return the URL of the node to call if the command line has none."""
     return os.environ.get("TIERKV_URL") or _URL
 
 
@@ -39,21 +39,22 @@ async def ask_node(
     timeout_s: float = _TIMEOUT_S,
     retries: Retries | None = None,
 ) -> A:
-    """Connect to the node at `url`, and return the result of `call`.
+    """Connect to the node at `url`, run `call` with a client, and return its result.
 
     Args:
         url: http://, https:// or unix: address of the node.
-        call: asks the node through the client that it is given.
-        ca: PEM file of the authority that signed the node's certificate.
-        cert: PEM file of this client's certificate and key.
-        timeout_s: seconds that the node may take.
-        retries: when to ask again; None as AsyncClient does by default.
+        call: the function to run with the client.
+        ca: PEM file of the authority that signed the node's certificate; None for the system's
+            authorities.
+        cert: PEM file of this client's certificate and key; None for none.
+        timeout_s: seconds for each call of the client.
+        retries: the rule by which failed calls are retried; None for AsyncClient's default.
 
     Raises:
-        TierKVError: the call failed, with the node's own words if it gave any.
+        TierKVError: the call failed. The text is the node's own if the node has answered.
     """
     tls = client_tls(ca=ca, cert=cert) if ca or cert else None
-    token = os.environ.get(_TOKEN) or None  # no option: `ps` shows those to everybody
+    token = os.environ.get(_TOKEN) or None  # not an option, because `ps` shows options to all users
     client = AsyncClient(url, token=token, tls=tls, timeout_s=timeout_s, retries=retries)
     async with client:
         try:
@@ -64,13 +65,13 @@ async def ask_node(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The node that a command asks, as given by its options.
+    """The node that a command calls, from the command's options.
 
     Attributes:
         url: http://, https:// or unix: address.
         ca: PEM file of the authority that signed the node's certificate; None for the system's
-            list.
-        cert: PEM file of this client's certificate and key; None without.
+            authorities.
+        cert: PEM file of this client's certificate and key; None for none.
     """
 
     url: str
@@ -83,11 +84,11 @@ class Target:
         *,
         timeout_s: float = _TIMEOUT_S,
     ) -> A:
-        """Ask the node, block until it has answered, and return the answer.
+        """Run `call` with a client of the node, block until it has ended, and return its result.
 
         Args:
-            call: asks the node through the client that it is given.
-            timeout_s: seconds that the node may take.
+            call: the function to run with the client.
+            timeout_s: seconds for each call of the client.
         """
         asked = ask_node(self.url, call, ca=self.ca, cert=self.cert, timeout_s=timeout_s)
         return run_until_stopped(asked)
@@ -118,7 +119,7 @@ def tls_options(command: _Command) -> _Command:
 
 
 def node_options(command: _Command) -> _Command:
-    """Add the options for the node and its caller to a command, which receives them as `node`."""
+    """Add the options of a node to a command, which receives them as the Target `node`."""
 
     @click.option(
         "--url",

@@ -1,4 +1,4 @@
-"""The commands of `tierkv token`: make, list and revoke the tokens by which callers are known."""
+"""The commands of `tierkv token`: make, list and revoke the tokens that identify callers."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def demo(
         )
 
     if storage not in (None, "redis"):
-        open_store(storage, StoreSettings(), SystemClock())  # touches nothing; is it a URL at all?
+        open_store(storage, StoreSettings(), SystemClock())  # connects to nothing: checks the URL
 
     def say(line: str) -> None:
         if not as_json:
@@ -118,15 +118,15 @@ def demo(
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
-    """Return the text of the prompt that the user gives; None for the demo's own.
+    """Return the prompt's text from the options; None if the user gives none.
 
     Args:
-        prompt: the text.
-        prompt_file: a file with the text.
+        prompt: the text; None if not given.
+        prompt_file: a file with the text; None if not given.
 
     Raises:
         ConfigError: the text is empty, too long or not UTF-8, or the file cannot be read.
-        click.UsageError: both are given.
+        click.UsageError: both arguments are given.
     """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
@@ -149,7 +149,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
 
 def _read_file(path: Path) -> str:
     try:
-        # A named pipe is not open before somebody writes into it.
+        # Opening a named pipe waits until another process writes into it.
         with path.open("rb") as file:
             raw = file.read(_MAX_PROMPT_TOKENS + 1)  # a device or a pipe may have no end
         if len(raw) > _MAX_PROMPT_TOKENS:
@@ -171,13 +171,10 @@ def _read_file(path: Path) -> str:
 async def _play(
     model: Path | None, prompts: Prompts, storage: str | None, say: Callable[[str], None]
 ) -> list[Scene]:
-    """Start the nodes, run every scene, and return the scenes.
-
-    SIGTERM, Ctrl-C and closing the terminal cancel this task, after which no child process or
-    folder remains.
-    """
+    """Start the nodes, run every scene, stop all processes, and return the scenes."""
     task = asyncio.current_task()
     assert task is not None, "runs in a task"
+    # A signal cancels this task, which then stops all processes and removes the folder.
     for number in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     scenes: list[Scene] = []
@@ -210,12 +207,12 @@ async def _storage(storage: str | None, folder: Path) -> AsyncIterator[str]:
 
 
 def report(scene: Scene, number: int, shown_characters: int) -> str:
-    """Return one scene as a few lines of text.
+    """Return the text that the demo prints for one scene.
 
     Args:
-        scene: the results.
-        number: number of the scene, from 1 on.
-        shown_characters: number of characters of the answer to show.
+        scene: the results of the scene.
+        number: number of the scene, from 1.
+        shown_characters: largest number of characters of the answer to show.
     """
     lines = []
     if scene.matched is not None:
@@ -239,16 +236,16 @@ def report(scene: Scene, number: int, shown_characters: int) -> str:
 
 
 def node_config(prompts: Prompts, model: Path | None, folder: Path) -> str:
-    """Return the settings of the demo's nodes, in TOML.
+    """Return the config file of the demo's nodes, in TOML.
 
-    The device has room for one conversation and a little more, so other prompts soon evict its
-    blocks; blocks are written back, so evicted ones are on the host. A request waits for storage
-    until all of its blocks have arrived, so a busy machine shows the same hits.
+    The device has room for little more than one conversation, so other prompts soon evict its
+    blocks. Blocks are copied to the host when they are evicted from the device. Requests wait for
+    storage until all blocks have arrived, so that the demo shows the same hits on a busy machine.
 
     Args:
-        prompts: the prompts, by whose length the tiers are sized.
-        model: path of the model, None for the built-in one.
-        folder: a directory where the nodes share the model's weights.
+        prompts: the prompts, whose length determines the size of the tiers.
+        model: path of the model; None for the built-in one.
+        folder: directory in which the nodes share the model's weights.
     """
     blocks = device_blocks(prompts)
     path = "" if model is None else str(model.absolute())

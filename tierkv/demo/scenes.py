@@ -1,4 +1,4 @@
-"""The scenes of the demo, over HTTP; each answer is compared with that of a node without cache."""
+"""The scenes of the demo. Each answer is compared with that of a node that caches nothing."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class Scene:
     Attributes:
         title: what the scene shows.
         prompt_tokens: number of tokens of the prompt.
-        matched: tokens that were cached, by tier; None if several nodes took part.
-        tail_tokens: tokens of the prompt's partial last block, if it was handed over.
-        moved: bytes that the node moved, by direction; None if several nodes took part.
+        matched: numbers of cached prompt tokens, by tier; None if several nodes took part.
+        tail_tokens: number of tokens in the prompt's partial last block; 0 if none was handed over.
+        moved: numbers of bytes that the node moved, by kind of movement; None if several nodes took
+            part.
         ttft_s, ttft_without_s: seconds to the first token, with the cache and without.
         text: the answer.
-        is_identical: True if the node without cache gave the same answer.
-        event: an event in the middle of the scene, in words.
+        is_identical: True if the node that caches nothing gave the same answer.
+        event: a sentence about an event during the scene; "" for none.
     """
 
     title: str
@@ -46,14 +47,19 @@ class Scene:
 
 
 class DemoNodes:
-    """The demo's nodes.
+    """The nodes of the demo. Use it inside `running()`.
 
     Attributes:
-        prefill: shares only a store with `decode`.
-        decode: shares only a store with `prefill`.
-        single: shares nothing, and computes everything.
-        prefill_2: shares a store with `decode_2`, and lets it read blocks from memory.
-        decode_2: reads the memory of `prefill_2`.
+        prefill: a prefill node that shares only a store with `decode`.
+        decode: a decode node.
+        single: a node that shares no store; without its cache, it computes the correct answers.
+        prefill_2: a prefill node that also shares its memory with `decode_2`.
+        decode_2: a decode node that reads blocks from the memory of `prefill_2`.
+
+    Args:
+        storage: URL of the store that all nodes except `single` share.
+        config: config file of all nodes.
+        folder: directory for the nodes' logs.
     """
 
     def __init__(self, storage: str, config: Path, folder: Path) -> None:
@@ -92,10 +98,10 @@ class DemoNodes:
         return await self._decode_life.enter_async_context(self._node("decode", "decode"))
 
     async def restart_decode(self) -> None:
-        """Stop the decode node with SIGTERM, and start another with empty device and host.
+        """Stop the decode node with SIGTERM, and start another with empty device and host tiers.
 
         Raises:
-            DemoError: the node did not exit with 0, or the new one did not start.
+            DemoError: the old node did not exit with 0, or the new one did not start.
         """
         status = await stop(self.decode.process)
         if status != 0:
@@ -120,7 +126,7 @@ class DemoNodes:
         """Check that no block or lease is lost on any running node.
 
         Raises:
-            DemoError: the route `verify` of a node reports a fault.
+            DemoError: a node has found a fault in its own blocks and leases.
         """
         for where in (self.prefill, self.decode, self.single, self.prefill_2, self.decode_2):
             if where.process.returncode is not None:
@@ -130,7 +136,7 @@ class DemoNodes:
 
 
 class Play:
-    """The scenes, played in order.
+    """The scenes, in order.
 
     Args:
         nodes: the running nodes.
@@ -161,7 +167,7 @@ class Play:
         return await self._compare(title, self._prompt, answer, tail_tokens)
 
     async def _direct_hand_off(self) -> Scene:
-        """Play a hand-off between the second two nodes, which have not seen the prompt."""
+        """Play a hand-off between `prefill_2` and `decode_2`, which have not cached the prompt."""
         claim, tail_tokens = await self._published(self._nodes.prefill_2)
         node = self._nodes.decode_2
         answer = node.client.decode(claim)
@@ -174,7 +180,7 @@ class Play:
     async def _published(self, node: NodeProcess) -> tuple[DecodeBody, int]:
         """Publish the prompt at `node`.
 
-        Return the body of its claim, and the number of its tail's tokens.
+        Return the body that claims it, and its number of tail tokens.
         """
         ticket_id = f"demo-{uuid4().hex[:12]}"
         self._say("prefill node: reading the prompt, publishing its blocks and a ticket ...")
@@ -266,7 +272,7 @@ class Play:
         )
 
     async def _truth(self, prompt: Fields, max_tokens: int) -> GenerateAnswer:
-        """Return the single node's answer, computed without cache; each prompt is computed once."""
+        """Return the single node's answer, computed without cache and only once per prompt."""
         content = prompt["prompt"] if "prompt" in prompt else prompt["tokens"]
         if (content, max_tokens) not in self._truths:
             self._say("single node: computing the same from the first token on, no cache ...")
@@ -276,7 +282,7 @@ class Play:
 
 
 async def _moved(node: NodeProcess) -> dict[str, int]:
-    """Return the bytes that a node has moved so far, by direction."""
+    """Return the numbers of bytes that a node has moved so far, by kind of movement."""
     stats = await node.client.stats()
     storage = stats.storage or StorageStats()
     return {
