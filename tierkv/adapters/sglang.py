@@ -323,9 +323,7 @@ class TierKVHiCache(HiCacheStorage):
         ranks = _ranks_of(self._config, host_pool, name)
         pages = _HostPages(host_pool, len(ranks))
         identity = _identity(self._config, self._own, host_pool, name)
-        for rank, parts in zip(
-            ranks, pages.parts_by_rank, strict=False
-        ):  # no parts for a pool without bytes
+        for rank, parts in zip(ranks, pages.parts_by_rank, strict=False):  # none without bytes
             sizes = [part.shape[1] for part in parts]
             of_rank = {"rank": rank, "part_bytes": str(sizes)}
             pages.pools.append(self._storage.pool(identity | of_rank, *parts))
@@ -459,7 +457,7 @@ class _HostPages:
     def _meta(self, host_indices: torch.Tensor) -> tuple[_Ints, _Ints]:
         """Return the address and the bytes of each part of each page.
 
-        [] and [] for an empty pool.
+        Both arrays are empty for a pool without bytes.
         """
         if self._num_ranks > 1:
             meta = self._pool.get_split_heads_page_buffer_meta(host_indices, self._num_ranks)
@@ -532,7 +530,10 @@ def _ranks_of(config: HiCacheStorageConfig, pool: HostKVCache, name: str) -> lis
 def _identity(
     config: HiCacheStorageConfig, own: HiCacheSettings, pool: HostKVCache, name: str
 ) -> dict[str, str]:
-    """Return the settings that decide on a page's bytes; instances with equal ones share pages."""
+    """Return the settings that decide on a page's bytes.
+
+    Instances with equal settings share pages.
+    """
     return (
         {
             # The order of bytes within a page may change with each version of SGLang. cache_salt

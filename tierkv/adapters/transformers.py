@@ -286,9 +286,8 @@ class _DeviceRoom:
         self.num_tokens = num_blocks * layout.block_size
         sizes = [num_blocks * plane.block_bytes for plane in layout.planes]
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        with torch.inference_mode(
-            mode=False
-        ):  # tensors made in inference mode cannot be written outside of it
+        # A tensor that is made in inference mode cannot be written outside of it.
+        with torch.inference_mode(mode=False):
             memory = torch.empty(sum(padded), dtype=torch.uint8, device=like[0].device)
         self.planes: list[torch.Tensor] = []
         self.states: list[torch.Tensor] = []
@@ -306,11 +305,7 @@ class _DeviceRoom:
     def cut(self, start: int, stop: int) -> Sequence[torch.Tensor]:
         """Return views of tokens [start, stop) of every plane, [1, heads, tokens, dim] each."""
         # One cut serves all layers, in a tenth of the time of one per layer.
-        key = (
-            start,
-            stop,
-            torch.is_inference_mode_enabled(),
-        )  # views made in inference mode stay in it
+        key = (start, stop, torch.is_inference_mode_enabled())  # each mode has views of its own
         found = self._cuts.get(key)
         if found is None:
             if self._every is None:
@@ -499,16 +494,12 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._moves = moves
         self._process = os.getpid()
         self._turn = threading.Lock()
-        self._fed: list[
-            tuple[int, torch.Tensor]
-        ] = []  # (position of the first, token ids [tokens])
+        self._fed: list[tuple[int, torch.Tensor]] = []  # first position, token ids [tokens]
         self._stop = 0  # number of tokens after the running forward pass
         self._held = np.zeros(0, np.int64)  # the tokens whose KV the room has
         self._num_kept = 0  # number of the sequence's leading tokens that lookups find
         self._keeping: _Asked[int] | None = None  # uses the room until it ends
-        self._is_whole = (
-            True  # False if Ctrl-C or a signal has interrupted a change of the sequence
-        )
+        self._is_whole = True  # False if Ctrl-C or a signal has interrupted a change
         self._is_kept = True  # False if the sequence has tokens that `_keep` has not seen
         self._load: _Load | None = None
         self._begun: _Begun | None = None
@@ -816,9 +807,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             if self._begun is not None:
                 self._forget_begun()
             load, self._load = self._load, None
-            if load is not None and self._moves.failed(
-                load
-            ):  # the forward pass did not end, either
+            if load is not None and self._moves.failed(load):  # nor did the forward pass end
                 self._place(load.valid)
             if not self._is_kept:
                 self._keep_text()
@@ -1005,9 +994,7 @@ class _Moves:
         size = self._layout.block_size
         stop = min(-(-len(tokens) // size), self._max_kept_blocks)
         prompt = Prompt(pack(tokens), size)
-        for first in dict.fromkeys(
-            (num_kept // size, 0)
-        ):  # from 0 if the blocks before were evicted
+        for first in dict.fromkeys((num_kept // size, 0)):  # 0 if earlier blocks were evicted
             if first >= stop:
                 return num_kept
             try:

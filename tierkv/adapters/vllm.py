@@ -208,7 +208,7 @@ class TierKVTier(SecondaryTierManager):
 def _identity(spec: OffloadingSpec) -> dict[str, str]:
     """Return the settings that decide on a chunk's bytes.
 
-    Instances with equal ones share chunks.
+    Instances with equal settings share chunks.
     """
     config, parallel = spec.config, spec.config.parallel
     ranks = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)

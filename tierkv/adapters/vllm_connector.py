@@ -100,13 +100,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Saves begin in every fourth step: the first of a step takes some 80 us of the scheduler's thread,
-# with caches that the model has emptied, each further one 30 us. A step that computes more than
-# _MUCH tokens takes long itself, and has much to save. Ended copies are polled just before, unless
-# a request waits for one.
+# Saves begin in every fourth step: the first save of a step takes some 80 us of the scheduler's
+# thread, because the CPU's caches are cold, and each further save 30 us. In a step that computes
+# more than _MUCH tokens they always begin: the step takes long, and there is much to save. Reports
+# of ended copies are read just before, unless a request waits for one.
 _SAVES_EVERY = 4
 _MUCH = 1024
-_MAX_UNDER_WAY = 8  # steps
+_MAX_UNDER_WAY = 8  # running steps whose duration is measured
 _SAVES_AT_ONCE = 12
 _BACKLOG_TURNS = 2  # turns in which a backlog of waiting saves is begun
 # A request saves when this many of its tokens are not saved, and at its end: a save costs the same
@@ -632,13 +632,11 @@ class _SchedulerSide:
         self._main = 0
         self._has_windows = False
         self._states: tuple[int, ...] = ()  # numbers of the cache groups of states
-        self._align = 1  # tokens between two lengths at which all groups may have a state
+        self._align = 1  # tokens between prefixes at which all groups may have a state
         events = config.kv_events_config
         self._publishes_events = events is not None and events.enable_kv_cache_events
         self._private: OrderedDict[str | int | bytes, None] = OrderedDict()
-        self._owners: OrderedDict[ExternalId, str] = (
-            OrderedDict()
-        )  # by block, the session that it belongs to
+        self._owners: OrderedDict[ExternalId, str] = OrderedDict()  # by block, its session
         self._adapters = AdapterDigests()
         self._epoch = b""
         self._tracked: dict[str, _Tracked] = {}
@@ -856,10 +854,10 @@ class _SchedulerSide:
         else:
             names = self._main_names(request)
             num_blocks = self.cache.num_on_host(names)
-            # A step computes one block faster than it is loaded beside one.
+            # A step that computes anyway computes one more block faster than loading it takes.
             least = max(self.settings.min_tokens, size + 1)
             are_few = request.num_tokens - num_computed < least
-            # vLLM's names have the adapter's name, and the same files may have another one.
+            # vLLM's block hashes have the adapter's name, which may differ for the same files.
             is_known = not self._has_store and request.lora_request is None
             if not are_few and not (is_known and num_blocks * size <= num_computed):
                 return False
@@ -1248,14 +1246,14 @@ class _SchedulerSide:
         return not unsaved
 
     def _whole(self, prompt: Prompt) -> tuple[list[range], list[int]]:
-        """Return, by cache group, the numbers of all blocks of `prompt`, and the first number."""
+        """Return the numbers of all blocks of `prompt`, and 0 as the first, by cache group."""
         sizes = [group.block_size for group in self._groups]
         return [range(-(-prompt.num_tokens // size)) for size in sizes], [0] * len(sizes)
 
     def _names(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> Sequence[Sequence[ExternalId | None]]:
-        """Return vLLM's hashes of blocks by cache group; () if the cache would not use them."""
+        """Return, by cache group, vLLM's hash of each block; () if the cache uses none."""
         if self._publishes_events or self.cache.sees_host:
             return self._hashes(request, block_ids, firsts)
         return ()
@@ -1263,7 +1261,7 @@ class _SchedulerSide:
     def _hashes(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> list[list[ExternalId | None]]:
-        """Return vLLM's hashes of blocks by cache group, with None for a partial block."""
+        """Return, by cache group, vLLM's hash of each block; None for a partial block."""
         size = self._kv.hash_block_size or self._groups[self._main].block_size
         hashes = request.block_hashes
         names: list[list[ExternalId | None]] = []
@@ -1395,7 +1393,7 @@ class _SchedulerSide:
             return False, None
         self._filling.pop(name, None)
         tracked.due = None
-        if tracked.is_loading:  # the blocks are released when that is over
+        if tracked.is_loading:  # the blocks are released when the load has ended
             self.cache.release(name)
             return False, None
         params = None
@@ -1591,7 +1589,7 @@ def _fingerprint(
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     media = model.multimodal_config
-    options = {  # that change what the same weights compute, or the images behind a name
+    options = {  # options that change what the same weights compute, or the images behind a name
         "hf_overrides": model.hf_overrides,
         "mm_processor_kwargs": getattr(media, "mm_processor_kwargs", None),
         "media_io_kwargs": getattr(media, "media_io_kwargs", None),
@@ -1637,7 +1635,7 @@ class _WorkerSide:
         self._handshake: RankHandshake | None = None
         self._loads: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._saves: dict[int, list[str]] = {}  # by plan, the requests that save
-        self._num_saves: Counter[str] = Counter()  # under way, by request
+        self._num_saves: Counter[str] = Counter()  # running, by request
         self._over: set[str] = set()
         self._lost: list[tuple[str, tuple[int, ...]]] = []
         self._bad_blocks: set[int] = set()
@@ -1672,7 +1670,7 @@ class _WorkerSide:
                 layer = layers[name]
                 isa = getattr(getattr(layer, "impl", None), "isa", "")
                 found.add(f"{layer.get_attn_backend().get_name()}{isa}")
-        if current_platform.is_cpu():  # what a block holds inside depends on the processor
+        if current_platform.is_cpu():  # the order of bytes depends on the processor
             found.add(_cpu_instructions())
         return f"{current_platform.device_type} {' '.join(sorted(found))}"
 
@@ -1688,7 +1686,7 @@ class _WorkerSide:
                 self._saves, range(len(self._kv.kv_cache_groups))
             ):
                 last = self.planes.layouts[group].num_layers - 1
-                with suppress(TransferError):  # it will be reported
+                with suppress(TransferError):  # `finished` reports it
                     self.planes.wait_layer(number, last, _MAX_WAIT_S, group=group)
 
     def start_loads(self, plans: StepPlans) -> None:
@@ -1813,7 +1811,7 @@ def _planes_of(
     seen: set[int] = set()
     for layer in group.layer_names:
         tensor = tensors[layer]
-        if tensor.data_ptr() in seen:  # a layer that uses another's
+        if tensor.data_ptr() in seen:  # it shares another layer's tensor
             continue
         seen.add(tensor.data_ptr())
         rows = _rows(tensor, num_blocks, layer)

@@ -452,8 +452,8 @@ class EngineCache:
         self._numbers = itertools.count(1)
         self._known: dict[str, _RequestState] = {}
         self._steps: dict[int, _Step] = {}
-        self._joined: dict[int, tuple[int, ...]] = {}  # by number of a joined plan, of its parts
-        self._num_saving: Counter[str] = Counter()  # saves under way, by key
+        self._joined: dict[int, tuple[int, ...]] = {}  # by joined plan, its parts
+        self._num_saving: Counter[str] = Counter()  # running saves, by key
         # By cache group: device blocks that running plans read or write. None: must be recounted.
         self._touched: list[set[int]] | None = None
         # By cache group: host slots reserved for saves.
@@ -742,7 +742,7 @@ class EngineCache:
                     f"{held.first + len(held.slots) - 1} to {key!r}"
                 )
             slots = held.slots[first:stop]
-            if len(slots) > len(positions):  # some are not wanted
+            if len(slots) > len(positions):  # some positions have NO_BLOCK
                 slots = array("i", [held.slots[at - held.first] for at in positions])
             parts.append(_Part(group, positions, blocks, slots))
         if not promise.claim():
@@ -1092,7 +1092,7 @@ class EngineCache:
         self._host.call(HostSide.keep_session, session, prompt, ttl_s)
 
     def read_events(self) -> list[CacheEvent]:
-        """Return the cache events since the last call. Thread-safe.
+        """Return the cache events since the last call. Any thread may call this.
 
         Events are numbered. Beyond 4,096 unread events the oldest are dropped, which leaves a gap
         in the numbers.
@@ -1115,7 +1115,7 @@ class EngineCache:
         Returns:
             A call whose result is the number of blocks left on the host.
         """
-        self._keep_copied()  # the copied blocks are forgotten with the rest
+        self._keep_copied()  # copied blocks are removed, too
         for known in [*self._known.values(), *(step.known for step in self._steps.values())]:
             known.is_of_old = True
             publish = known.publish

@@ -80,7 +80,7 @@ _MAX_FRAME = 64 << 20
 _ANSWER_S = 5.0  # between a connection and its hello
 _ASK_AGAIN_S = 0.05
 _ACCEPT_AGAIN_S = 1.0
-_NEVER_S = 1e8  # a promise to an engine expires there, where its load is planned
+_NEVER_S = 1e8  # promises expire in the engine's process, which plans the loads
 _SETTLE_S = 1.0  # after the last process's end: a GPU's driver ends its copies a little later
 _GRACE_S = 5.0  # for calls under way when an engine closes
 _MAX_CALLS = 1 << 20
@@ -242,7 +242,7 @@ class NodeHost:
         self.life: int | None = None
         self.max_reserved: Sequence[int] = ()
         self.slots: list[HostSlots] = []
-        self.names: HostNames | None = None  # other engines' blocks are there, too
+        self.names: HostNames | None = None  # none: the node has blocks of other engines, too
         self._path = path
         self._name = name or f"process {os.getpid()}"
         self._key = key
@@ -271,7 +271,7 @@ class NodeHost:
             hello = EngineHello(fingerprint, tuple(groups), self._name, self._key)
             link.send(seal(MAGIC, VERSION, hello))
             record, descriptors = link.receive_descriptors()
-            self._open.callback(close_all, descriptors)  # those that no host slots own
+            self._open.callback(close_all, descriptors)  # descriptors that no SharedSlots owns
             answer = _memory(record, len(descriptors))
         except (LinkClosedError, StoreCorruptError) as error:
             self._open.close()
@@ -281,7 +281,7 @@ class NodeHost:
         except BaseException:  # Ctrl-C too: `close` is not called after a failed `open`
             self._open.close()
             raise
-        self.life = descriptors[-1]  # closed with all that is open
+        self.life = descriptors[-1]  # `_open` closes it
         self.max_reserved = answer.max_reserved
         for count, size in zip(answer.num_slots, answer.block_bytes, strict=True):
             host = SharedSlots(descriptors.pop(0), count, size, slice(0, size))
@@ -304,7 +304,7 @@ class NodeHost:
                         f"no node listens at {self._path}: {error}: start the node first, "
                         "with node.engine_socket set to this path"
                     ) from error
-                time.sleep(_ASK_AGAIN_S)  # a socket that is not there yet has nothing to wait for
+                time.sleep(_ASK_AGAIN_S)  # there is no event for a socket that appears
 
     @property
     def is_open(self) -> bool:
@@ -741,7 +741,7 @@ class _Engine:
         except TierKVError as failure:
             error = _packed_error(failure)
         except AssertionError:
-            raise  # our own state is wrong
+            raise  # a bug of this node, not of the engine
         except Exception as failure:
             log.exception("a call of engine %s failed unexpectedly", self._name)
             error = _packed_error(BadRequestError(f"{method}: {failure!r}"))

@@ -31,7 +31,7 @@ from tierkv.transfer.storage_io import StorageIO
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 32  # blocks that one exchange with the store moves, as elsewhere
+_AT_ONCE = 32  # blocks of one exchange with the store
 _MAX_KNOWN = 64  # number of prompts with remembered keys
 
 
@@ -395,7 +395,7 @@ class GroupTier:
 
     async def _fetch(self, lookup: GroupLookup, wanted: Sequence[int]) -> str | None:
         storage, round_ = self.io, lookup.round
-        # Another fetch may have begun since it was decided.
+        # Another lookup may have begun to fetch some of these blocks meanwhile.
         wanted = [at for at in wanted if lookup.stored[at][0].digest not in self._coming]
         keys = [lookup.stored[at][0] for at in wanted]
         arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -65,16 +65,16 @@ from tierkv.transfer.storage_io import are_all_present
 
 log = logging.getLogger(__name__)
 
-_CLOSING_S = 5.0  # for the last saved blocks to be stored; later ones are not
+_CLOSING_S = 5.0  # time to store the last saved blocks at the end
 _MIN_SLOTS = 2  # one to be promised and one to be saved
 _MAX_ROUNDS = 4  # plans of a lookup: storage may lose a block between plan and fetch
-_MIN_ASKED = 64  # blocks of a group in the first question to storage, at least
+_MIN_ASKED = 64  # smallest number of a group's blocks in the first question to storage
 _MORE_ASKED = 4  # factor by which each further question is larger
-_ALL_ASKED = 1024  # blocks of all groups up to which a prompt is asked for whole
+_ALL_ASKED = 1024  # blocks of all groups up to which storage is asked for the whole prompt
 _SESSION = "session:"  # before a session's id, in the name of its pin
 _MAX_SESSIONS = 10_000
-_MAX_EVENTS = 4096  # that wait to be read
-_MIN_NAMES = 65_536  # engine's names of blocks that are remembered, at least
+_MAX_EVENTS = 4096  # unread events
+_MIN_NAMES = 65_536  # smallest limit of remembered names of blocks
 
 
 class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,7 +115,7 @@ def whole_fingerprint(fingerprint: Fingerprint, groups: Sequence[CacheGroup]) ->
         groups: the engine's cache groups.
     """
     if len(groups) == 1 and groups[0].kind is GroupKind.FULL:
-        return fingerprint  # all keys are what they were
+        return fingerprint  # keys stored by earlier versions stay valid
     return replace(fingerprint, groups="; ".join(map(str, groups)))
 
 
@@ -415,7 +415,7 @@ class HostSide:
         # The generation of the cache in which each slot (group, slot) was reserved.
         self._reserved_in: dict[tuple[int, int], int] = {}
         self._publishes: dict[int, tuple[PublishStream, SavedPrompt]] = {}
-        self._sessions: OrderedDict[str, None] = OrderedDict()  # the one with the last turn last
+        self._sessions: OrderedDict[str, None] = OrderedDict()  # in the order of their last turns
         # Names of the index's blocks; None if the engine has no group of full attention.
         self.names = None if main is None else HostNames(main)
         self._listening = ExitStack()
@@ -440,7 +440,7 @@ class HostSide:
     def take_events(self) -> list[CacheEvent]:
         """Return the cache events since the last call, with the engine's names of blocks.
 
-        Thread-safe.
+        Any thread may call this.
         """
         return self._events.drain()
 
@@ -743,7 +743,7 @@ class HostSide:
         finally:
             if not bringing.has_answered:
                 tier.note_silence(time() - began_at)
-            if bringing.transfer is not None:  # what did not come was waited for, too
+            if bringing.transfer is not None:  # the wait for missing blocks counts, too
                 tier.end(bringing.transfer, time(), is_late=True)
         _answer(answered, problem)
 
@@ -1049,7 +1049,7 @@ class HostSide:
         if stop > first:
             refused = index.insert(Tier.HOST, lease, prompt, stop, slots[: stop - first])
             owned[list(refused)] = False
-            if names:  # the index computes each key once, and the prompt anew for each save
+            if names:  # the index computes each key once, the prompt once for each save
                 self._name(index.digests(lease.node, stop, start=first), names)
             tiers.events.publish(CacheEventKind.STORED, "host", lease.node, first, stop)
         end = lease.node

@@ -59,7 +59,7 @@ class Admitted:
     def of(cls, session: Session) -> Admitted:
         """Return a snapshot of the session's blocks as they are now."""
         request = session.request
-        table = request.block_table.copy()  # `extend` makes another one
+        table = request.block_table.copy()  # `extend` replaces the request's own
         table.flags.writeable = False
         return cls(
             request.request_id,
@@ -120,7 +120,7 @@ class Requests:
             with _listed(held):
                 async with held.turn:
                     yield held.session
-        except BaseException:  # a cancel too: the request's blocks would have no owner
+        except BaseException:  # a cancellation too: the request's blocks would have no owner
             if self._held.get(spec.request_id) is held:
                 del self._held[spec.request_id]
             held.session.abort()

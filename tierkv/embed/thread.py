@@ -224,7 +224,7 @@ class ServiceThread:
                 self.exchange.refuse(ShuttingDownError("this service is closing"))
                 service.drain()  # a call that waits for blocks would never get any
                 await self._finish_calls()
-            except BaseException:  # a cancel is how a failure elsewhere arrives here
+            except BaseException:  # a failure of another task arrives as a cancellation
                 self._is_failing = True
                 raise
             watcher.cancel()
