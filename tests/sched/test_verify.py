@@ -228,8 +228,8 @@ async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: st
         elif what == "loading":
             undo = put(service.scheduler.loads, "_active", {7: None})
         else:
-            shared = service.fetcher._shared
-            undo = partial(shared.finish, shared.reserve(here.keys(range(16)), 0))
+            fetcher = service.fetcher
+            undo = partial(fetcher.finish, fetcher.reserve(here.keys(range(16)), 0))
         found = service.verify()
         undo()
         assert any(words in one for one in found), found

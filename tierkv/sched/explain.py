@@ -9,7 +9,7 @@ from itertools import groupby
 import msgspec
 
 from tierkv.cache.history import History
-from tierkv.cache.index import Index, Match, segments
+from tierkv.cache.index import Index, Match
 from tierkv.cache.keys import Fingerprint, Prompt, differences
 from tierkv.cache.node import CopyState, Tier
 
@@ -100,15 +100,10 @@ def explain(  # noqa: PLR0913 - what else is known at this moment
         now: time on the clock of the history, in seconds.
     """
     at_block, is_all = match.num_blocks, _covers(match, prompt)
-    states = [
-        state
-        for node, i, j in segments(match.node, 0, at_block)
-        for state in node.copies[Tier.DEVICE].states[i:j].tolist()
-    ]
     runs: list[Run] = []
-    for state, group in groupby(states):
+    for state, group in groupby(index.states(Tier.DEVICE, match.node, 0, at_block)):
         at = runs[-1].stop if runs else 0
-        runs.append(Run(at, at + len(list(group)), _PLACES[CopyState(state)]))
+        runs.append(Run(at, at + len(list(group)), _PLACES[state]))
     is_stored = stored is not None and at_block in stored
     if stored is not None and is_stored and not is_all:
         runs.append(Run(at_block, stored.stop, "storage"))

@@ -433,6 +433,9 @@ class Fetcher:
         estimator: the rule for fetching or computing; each fetch updates its estimate of storage's
             speed.
         source: the object to fetch blocks from; None for `storage`.
+
+    Attributes:
+        num_held: number of fetch results that have not been released yet.
     """
 
     def __init__(
@@ -443,25 +446,27 @@ class Fetcher:
         *,
         source: Source | None = None,
     ) -> None:
-        self._tiers = tiers
-        self._shared = _Shared(tiers, storage, source or storage, estimator)
-
-    @property
-    def num_held(self) -> int:
-        """Number of fetch results that have not been released yet."""
-        return self._shared.num_held
+        self.tiers = tiers
+        self.storage = storage
+        self.source = source or storage
+        self.estimator = estimator
+        self.groups = FetchGroups(tiers, self.source)
+        self.tails = SharedTails(tiers, storage)
+        self.in_flight: list[_Run] = []
+        self.num_held = 0
+        self.ended_early = LogThrottle(log, "a fetch from storage ended early (x%d): %s")
 
     @property
     def num_in_flight(self) -> int:
         """Number of blocks that running calls look up or fetch."""
-        return sum(len(run.keys) for run in self._shared.in_flight)
+        return sum(len(run.keys) for run in self.in_flight)
 
     def findings(self) -> list[str]:
         """Return violated invariants, one sentence each; call only when no fetch runs."""
         wrong = []
         if self.num_in_flight:
             wrong.append(f"no fetch runs, but {self.num_in_flight} blocks are marked as in flight")
-        return wrong + self._shared.estimator.findings()
+        return wrong + self.estimator.findings()
 
     def is_fetching(self, key: StoredKey, block: int) -> bool:
         """Return whether a running call looks up or fetches a block.
@@ -470,7 +475,7 @@ class Fetcher:
             key: stored key of the block.
             block: index of the block in its prompt.
         """
-        return self._shared.busy([key], block) is not None
+        return self.busy([key], block) is not None
 
     async def fetch(
         self,
@@ -504,10 +509,10 @@ class Fetcher:
         Returns:
             The blocks that arrived; call `release` on the result.
         """
-        one = _Fetch(self._shared, prompt, budget, promised, on_arrival, is_part, known)
+        one = _Fetch(self, prompt, budget, promised, on_arrival, is_part, known)
         try:
             with tracing.span("fetch", tokens=prompt.num_tokens) as span:
-                self._tiers.work.start(one.run(), name="tierkv-fetch")
+                self.tiers.work.start(one.run(), name="tierkv-fetch")
                 try:
                     async with budget.limit():
                         await asyncio.shield(one.outcome)
@@ -520,32 +525,6 @@ class Fetcher:
         except asyncio.CancelledError:
             one.outcome.add_done_callback(_release_fetched)
             raise
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """Keys of consecutive blocks, from block `start` of the prompt on, that one fetch brings."""
-
-    start: int
-    keys: Sequence[StoredKey]
-    ended: asyncio.Future[None]
-
-
-class _Shared:
-    """The sources, estimates and keys being fetched that all fetches of a node share."""
-
-    def __init__(
-        self, tiers: Tiers, storage: StorageIO, source: Source, estimator: Estimator
-    ) -> None:
-        self.tiers = tiers
-        self.storage = storage
-        self.source = source
-        self.estimator = estimator
-        self.groups = FetchGroups(tiers, source)
-        self.tails = SharedTails(tiers, storage)
-        self.in_flight: list[_Run] = []
-        self.num_held = 0
-        self.ended_early = LogThrottle(log, "a fetch from storage ended early (x%d): %s")
 
     def busy(self, keys: Sequence[StoredKey], start: int) -> asyncio.Future[None] | None:
         """Return a future for the end of a running fetch that shares blocks with `keys`.
@@ -571,35 +550,24 @@ class _Shared:
         return run
 
     def finish(self, run: _Run) -> None:
+        """Record that the keys of `run` are no longer being fetched."""
         self.in_flight.remove(run)
         run.ended.set_result(None)
 
-    def held(
-        self,
-        tokens: range,
-        problem: GetOutcome | None,
-        lease: Lease,
-        direct: tuple[range, ...],
-        *,
-        began_at: float,
-        matched_at: float,
-    ) -> Fetched:
-        """Return the result of a fetch; the result owns `lease` until it is released."""
-        self.num_held += 1
-        return Fetched(
-            tokens,
-            problem,
-            partial(self._release, lease),
-            direct=direct,
-            began_at=began_at,
-            matched_at=matched_at,
-            ended_at=time.monotonic(),
-        )
-
-    def _release(self, lease: Lease) -> None:
+    def release(self, lease: Lease) -> None:
+        """Release the lease of a fetch result."""
         self.tiers.index.release(lease)
         self.num_held -= 1
         self.tiers.work.capacity_changed()
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Keys of consecutive blocks, from block `start` of the prompt on, that one fetch brings."""
+
+    start: int
+    keys: Sequence[StoredKey]
+    ended: asyncio.Future[None]
 
 
 @dataclass(slots=True, eq=False)
@@ -622,7 +590,7 @@ class _Fetch:
         matched_at: time at which storage had answered which blocks it has; 0 before that.
     """
 
-    shared: _Shared
+    fetcher: Fetcher
     prompt: Prompt
     budget: Budget
     promised: Sequence[StoredKey]
@@ -647,7 +615,7 @@ class _Fetch:
 
     async def run(self) -> None:
         """Fetch until all blocks have arrived or the deadline has passed, and set `outcome`."""
-        index, tier = self.shared.tiers.index, self.shared.estimator.tier
+        index, tier = self.fetcher.tiers.index, self.fetcher.estimator.tier
         match = index.match(self.prompt)
         self.landed = Landed(index.hold(match.node, match.num_blocks))
         self.first_token = match.num_blocks * index.block_size
@@ -676,7 +644,7 @@ class _Fetch:
             for lease in (landed.tail, landed.lease):
                 if lease is not None:
                     index.release(lease)
-            self.shared.tiers.work.capacity_changed()
+            self.fetcher.tiers.work.capacity_changed()
             return
         self._learn()
         lease = landed.lease
@@ -698,21 +666,23 @@ class _Fetch:
         if self.scope.expired() or asyncio.get_running_loop().time() >= self.deadline_at:
             self._finish_claims()  # other fetches must not wait for a store that hangs
         self.is_late = True
-        self.shared.estimator.tier.num_late += 1
+        self.fetcher.estimator.tier.num_late += 1
         self._learn()
         end = self.landed.tail or self.landed.lease
-        self._report(self.shared.tiers.index.hold(end.node, end.num_blocks))
+        self._report(self.fetcher.tiers.index.hold(end.node, end.num_blocks))
 
     def _report(self, lease: Lease) -> None:
         start = self.first_token
         tokens = range(start, start + self.landed.num_tokens)
-        fetched = self.shared.held(
+        self.fetcher.num_held += 1
+        fetched = Fetched(
             tokens,
             self.landed.problem,
-            lease,
-            tuple(self.landed.direct),
+            partial(self.fetcher.release, lease),
+            direct=tuple(self.landed.direct),
             began_at=self.began_at,
             matched_at=self.matched_at or time.monotonic(),
+            ended_at=time.monotonic(),
         )
         self.outcome.set_result(fetched)
 
@@ -737,7 +707,7 @@ class _Fetch:
                 return
             # A small first group, for an early measurement.
             num_first = 1 if question.is_try else GROUP_BLOCKS
-            await self.shared.groups.fetch(
+            await self.fetcher.groups.fetch(
                 self.prompt, self.landed, wanted, self._arrived, num_first=num_first
             )
             if len(wanted) < present:  # the engine computes the rest, to measure its speed
@@ -753,7 +723,7 @@ class _Fetch:
 
     async def _match(self) -> tuple[Sequence[StoredKey], int]:
         """Return the keys of missing blocks, and how many of them storage has without a gap."""
-        shared = self.shared
+        fetcher = self.fetcher
         keys = await self._wait_for_other_fetches()
         if not keys:
             return keys, 0
@@ -764,11 +734,11 @@ class _Fetch:
             self._refuse(question)
             return keys, 0
         self.question = question
-        shared.estimator.tier.num_tries += question.is_try
-        self.claimed.append(shared.reserve(keys, start))
+        fetcher.estimator.tier.num_tries += question.is_try
+        self.claimed.append(fetcher.reserve(keys, start))
         # Only a lookup finds blocks that were stored with another block size.
-        is_asked = not (self.promised or shared.storage.reads_at_once)
-        if not is_asked and not shared.storage.meets_other_sizes:
+        is_asked = not (self.promised or fetcher.storage.reads_at_once)
+        if not is_asked and not fetcher.storage.meets_other_sizes:
             present = len(keys)
         elif self.known is not None and self.known.blocks.start <= start <= self.known.blocks.stop:
             present = min(self.known.blocks.stop - start, len(keys))
@@ -784,8 +754,8 @@ class _Fetch:
         The result is [] if no block is missing or computing is estimated to be faster than the
         wait.
         """
-        shared, landed = self.shared, self.landed
-        index, keys = shared.tiers.index, self.promised
+        fetcher, landed = self.fetcher, self.landed
+        index, keys = fetcher.tiers.index, self.promised
         while True:
             match = index.match(self.prompt)
             if match.num_blocks > landed.lease.num_blocks:
@@ -801,7 +771,7 @@ class _Fetch:
             if tail and keys and keys[0].is_tail and tail.num_tokens >= keys[0].num_tokens:
                 landed.tail = index.hold(tail.node, tail.block + 1)
                 return []
-            busy = shared.busy(keys, match.num_blocks)
+            busy = fetcher.busy(keys, match.num_blocks)
             if busy is None:
                 return keys
             tokens = self.prompt.num_tokens - match.num_blocks * index.block_size
@@ -809,15 +779,15 @@ class _Fetch:
             if not verdict.is_asked:
                 self._refuse(verdict)
                 return []
-            shared.tiers.decisions.wait_storage += 1
+            fetcher.tiers.decisions.wait_storage += 1
             await asyncio.shield(busy)
 
     async def _ask(self, keys: Sequence[StoredKey]) -> int:
         """Return the number of leading `keys` in storage; record how long the answer took."""
-        now, tier = asyncio.get_running_loop().time, self.shared.estimator.tier
+        now, tier = asyncio.get_running_loop().time, self.fetcher.estimator.tier
         began, found = now(), None
         try:
-            found = await self.shared.source.count_present(keys)
+            found = await self.fetcher.source.count_present(keys)
         finally:
             if not self.is_part:
                 if found is None:
@@ -830,7 +800,7 @@ class _Fetch:
 
     def _worth_fetching(self, keys: Sequence[StoredKey], question: Decision) -> Sequence[StoredKey]:
         """Return the first part of `keys`, which is worth fetching; [] if nothing is."""
-        estimator, end = self.shared.estimator, self.landed.lease.num_blocks + len(keys)
+        estimator, end = self.fetcher.estimator, self.landed.lease.num_blocks + len(keys)
         end_token = min(end * self.prompt.block_size, self.prompt.num_tokens)
         tokens = end_token - self.landed.lease.num_blocks * self.prompt.block_size
         if not (question.is_try or self.outcome.done()):
@@ -845,7 +815,7 @@ class _Fetch:
                 if not keys:
                     self._refuse(question)
                     return []
-        self.shared.tiers.decisions.fetch_storage += 1
+        self.fetcher.tiers.decisions.fetch_storage += 1
         if not self.is_part:
             num_bytes = tokens * estimator.bytes_per_token
             self.transfer = estimator.tier.begin(num_bytes, asyncio.get_running_loop().time())
@@ -864,11 +834,11 @@ class _Fetch:
         whole = max(self.prompt.num_blocks * size - sample, 0) // size - start
         keys = keys[: max(whole, 0)]
         rest = num_tokens - (start + len(keys)) * size
-        self.shared.estimator.prefill.sample = range(rest // size * size, rest + 1)
+        self.fetcher.estimator.prefill.sample = range(rest // size * size, rest + 1)
         return keys
 
     def _arrived(self) -> None:
-        estimator, rest_s = self.shared.estimator, None
+        estimator, rest_s = self.fetcher.estimator, None
         if self.transfer is not None:
             num_bytes = self.landed.num_tokens * estimator.bytes_per_token
             estimator.tier.arrived(self.transfer, num_bytes)
@@ -887,42 +857,42 @@ class _Fetch:
 
     async def _fetch_shared_tail(self, keys: Sequence[StoredKey]) -> None:
         """Fetch a stored tail of another prompt that begins with the next tokens, if any."""
-        shared, landed = self.shared, self.landed
-        index, start = shared.tiers.index, landed.lease.num_blocks
+        fetcher, landed = self.fetcher, self.landed
+        index, start = fetcher.tiers.index, landed.lease.num_blocks
         if self.known is not None and self.known.blocks.stop == start:
-            found = shared.tails.of_use(self.prompt, landed.lease, self.known.tail)
+            found = fetcher.tails.of_use(self.prompt, landed.lease, self.known.tail)
         else:
             missing = (keys[-1].digest,) if start == self.prompt.num_blocks else ()
-            found = await shared.tails.find(self.prompt, landed.lease, missing=missing)
+            found = await fetcher.tails.find(self.prompt, landed.lease, missing=missing)
         if found is None:
             return
-        if busy := shared.busy([found.key], start):
+        if busy := fetcher.busy([found.key], start):
             await asyncio.shield(busy)
             tail = index.match(self.prompt).partial
             if tail is not None:
                 landed.tail = index.hold(tail.node, tail.block + 1)
             return
-        self.claimed.append(shared.reserve([found.key], start))
+        self.claimed.append(fetcher.reserve([found.key], start))
         space = index.spaces.root_of(self.prompt).space
-        slots = await shared.groups.acquire(1, space)
+        slots = await fetcher.groups.acquire(1, space)
         if slots is None:
             return
         try:
-            landed.tail = await shared.tails.fetch(self.prompt, landed.lease, found, slots)
+            landed.tail = await fetcher.tails.fetch(self.prompt, landed.lease, found, slots)
         finally:
-            shared.groups.settled(slots, space)
+            fetcher.groups.settled(slots, space)
         if landed.tail is not None:
             landed.num_tokens += found.num_shared
             if self.first_token + landed.num_tokens == self.prompt.num_tokens:
                 landed.problem = None  # the missing tokens came with another prompt's tail
 
     def _refuse(self, verdict: Decision) -> None:
-        self.shared.tiers.decisions.recompute_storage += 1
+        self.fetcher.tiers.decisions.recompute_storage += 1
         self._ends(MissCause.NOT_WORTH_IT, verdict.reason)
 
     def _finish_claims(self) -> None:
         for run in self.claimed:
-            self.shared.finish(run)
+            self.fetcher.finish(run)
         self.claimed.clear()
 
     # Results
@@ -930,7 +900,7 @@ class _Fetch:
     def _learn_transfer(self, *, is_late: bool) -> None:
         transfer, self.transfer = self.transfer, None
         if transfer is not None:
-            estimator, problem = self.shared.estimator, self.landed.problem
+            estimator, problem = self.fetcher.estimator, self.landed.problem
             is_late |= problem is not None and problem.status is GetStatus.FAILED
             estimator.tier.arrived(transfer, self.landed.num_tokens * estimator.bytes_per_token)
             now = asyncio.get_running_loop().time()
@@ -938,7 +908,7 @@ class _Fetch:
 
     def _learn(self) -> None:
         """Record the reason why the fetch ended early for `explain`, and log it."""
-        tiers, landed, problem = self.shared.tiers, self.landed, self.landed.problem
+        tiers, landed, problem = self.fetcher.tiers, self.landed, self.landed.problem
         tiers.decisions.recompute_late += self.fate is MissCause.LATE
         if problem is None:
             return
@@ -951,7 +921,7 @@ class _Fetch:
             if fate is MissCause.LATE and asyncio.get_running_loop().time() < self.deadline_at:
                 log.debug("fetch ended early: %s", problem.reason)
             else:
-                self.shared.ended_early.warn(problem.reason)
+                self.fetcher.ended_early.warn(problem.reason)
 
 
 def _is_gap(problem: GetOutcome) -> bool:

@@ -270,13 +270,8 @@ class Lifecycle:
         self._tiers.slots.lend(Tier.DEVICE, self._asleep)
 
     def refill_device(self, num_blocks: int) -> None:
-        """Wake the sleeping device with `num_blocks` free slots, for which memory is allocated.
-
-        Raises:
-            OwnershipError: the device does not sleep.
-        """
-        if self._asleep is None:
-            raise OwnershipError("the device is awake: only a sleeping device can be woken")
+        """Wake the sleeping device with `num_blocks` free slots, for which memory is allocated."""
+        assert self._asleep is not None, "only a sleeping device is woken"
         slots, self._asleep = self._asleep, None
         pool = self._tiers.slots.pools[Tier.DEVICE]
         self._tiers.slots.unlend(Tier.DEVICE, slots)

@@ -6,8 +6,7 @@ A pin protects a prompt's cached blocks from eviction for some time, without a r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierkv.cache.eviction import WriteRule
@@ -170,12 +169,6 @@ class Tiers:
         )
         self.pins = Pins(index, self.work.capacity_changed)
         self.work.on_capacity(self._forget_retired)
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Accept copies during the body; at its end, wait until all copies have ended."""
-        async with self.work.running(self.slots.num_lent):
-            yield
 
     def retire(self) -> None:
         """Exclude all present blocks from matching, for example after a change of weights.

@@ -342,9 +342,10 @@ class Components:
         Raises:
             InvariantError: a lease or slot was not released.
         """
-        async with self.handoff.running(), self.tiers.running():
+        tiers = self.tiers
+        async with self.handoff.running(), tiers.work.running(tiers.slots.num_lent):
             yield
-        self.tiers.pins.clear()
+        tiers.pins.clear()
         wrong = self.verify()
         if self.fetcher.num_held:
             wrong.append(f"{self.fetcher.num_held} fetched prompts were never released")
