@@ -1,4 +1,4 @@
-"""A store that another package brings is found by the scheme of its URL."""
+"""A store that another package provides is found by the scheme of its URL."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_store_that_a_package_brings_has_a_table_of_settings(package: Path) ->
         ("[storage.stores.sqlite]\njurnal = 1\n", "no setting jurnal .did you mean journal"),
         ("[storage.stores.sqlite]\ntimeout_s = true\n", "Expected `float`"),
         ('[storage.stores.sqlite]\njournal = "off"\n', "must be wal or delete"),
-        ("[storage.stores.s3]\nbucket = 1\n", "no installed package brings a store for s3:"),
+        ("[storage.stores.s3]\nbucket = 1\n", "no installed package provides a store for s3:"),
     ],
 )
 def test_a_wrong_table_of_such_a_store_is_refused_at_the_start(

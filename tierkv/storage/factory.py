@@ -241,7 +241,7 @@ class StorageSettings(StoreSettings):
         for scheme, table in self.stores.items():
             if (kind := _brought(scheme)) is None:
                 raise ConfigError(
-                    f"[storage.stores.{scheme}] has settings, but no installed package brings a "
+                    f"[storage.stores.{scheme}] has settings, but no installed package provides a "
                     f"store for {scheme}: URLs: install it, or remove the table"
                 )
             kind.settings_from(table, scheme)

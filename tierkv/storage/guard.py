@@ -355,7 +355,10 @@ class GuardedStore(StoreWrapper):
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
         if self._num_stuck == self._settings.write_batches:
             self._num_refused += 1
-            return [PutOutcome(PutStatus.FULL, f"the writes to {self.url} do not end")] * len(items)
+            reason = (
+                f"earlier writes to {self.url} have not ended: no more are accepted until they do"
+            )
+            return [PutOutcome(PutStatus.FULL, reason)] * len(items)
         for item in items:
             self._missing.forget(item.name)
         try:
@@ -471,8 +474,7 @@ class GuardedStore(StoreWrapper):
 
     def _circuit_open(self) -> StoreDownError:
         return StoreDownError(
-            f"{self.url} is not used until it answers a probe, since it failed: "
-            f"{self._breaker.reason}"
+            f"{self.url} failed and is not used until it answers a probe: {self._breaker.reason}"
         )
 
     def _judge(self, failures: Sequence[str], num_items: int, *, of_read: bool = True) -> None:
@@ -873,7 +875,7 @@ class WriteQueue:
                 if write.serial in self._waiting:
                     self._settle(
                         write.serial,
-                        PutOutcome(PutStatus.FAILED, "withdrawn, since its caller was cancelled"),
+                        PutOutcome(PutStatus.FAILED, "withdrawn, because its caller was cancelled"),
                     )
 
         await outlast({write.outcome for write in writes}, on_cancel=withdraw)
@@ -889,7 +891,7 @@ class WriteQueue:
             self._ranks = [write.rank for write in self._waiting.values()]
             heapify(self._ranks)
         outcome = PutOutcome(
-            PutStatus.FULL, f"dropped, since the queue of writes to {self._owner} is full"
+            PutStatus.FULL, f"dropped, because the queue of writes to {self._owner} is full"
         )
         while self.waiting_bytes > self._max_bytes:
             *_, newness = heappop(self._ranks)

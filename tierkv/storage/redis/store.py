@@ -215,7 +215,7 @@ class RedisStore(BaseStore):
                 self._clock.note(int(seconds) + int(microseconds) / 1e6, asked_at)
             case _:
                 _log.info(
-                    "%s refuses TIME, so the nodes' own clocks count: allow +time (%.80r)",
+                    "%s refuses TIME, so each node uses its own clock: allow +time (%.80r)",
                     self.url,
                     reply,
                 )
