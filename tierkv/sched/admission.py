@@ -43,9 +43,10 @@ from tierkv.sched.request import (
 from tierkv.sched.tiers import Tiers
 from tierkv.transfer.mover import Movement
 
-# Reasons why an admission did not find prompt tokens, by the history of the first missing block.
-# never_stored: it has no history. in_flight: another request computes it. last_token: all tokens
-# were cached, but one is computed for its logits. not_asked: the request does not use the cache.
+# Reasons why prompt tokens were not cached at an admission. Those of `MissCause` are found in the
+# history of the first missing block. never_stored: the block has no history. in_flight: another
+# request computes it. last_token: all tokens were cached, but one is computed for its logits.
+# not_asked: the request does not use the cache.
 MISS_REASONS = (
     "never_stored",
     *(fate.reason for fate in MissCause),
@@ -451,7 +452,7 @@ class Starts:
             movement = self._copy_partial(shared)
             if not movement.has_ended or movement.has_failed:
                 movements.append(movement)
-            # Otherwise it is copied with the load, for which the gate of every layer waits.
+            # Otherwise the block is copied with the load, and the gate waits for both.
             held.source = shared = None
         if num_loads:
             stop = match.num_blocks

@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager, contextmanager
 
 from tierkv.sched.worth import SILENT_S, Decision, Estimator
 
-_AT_ONCE = Decision(math.inf, 0.0, math.inf, "it waits for all there is")
+_AT_ONCE = Decision(
+    math.inf, 0.0, math.inf, "the caller cannot compute, so it waits for all blocks"
+)
 
 
 class Budget:

@@ -29,8 +29,8 @@ from tierkv.storage.protocol import PutStatus
 from tierkv.transfer.mover import Movement, Mover
 from tierkv.transfer.storage_io import SharedTail, StorageIO
 
-# Number of keys that are computed and looked up at once: 20 ms of the loop's time at most. For a
-# prompt that was never stored, no more are computed.
+# Number of keys that are computed and looked up at once, in at most 20 ms of the loop's time. For a
+# prompt that was never stored, only the first of these pieces is computed.
 PIECE_BLOCKS = 2048
 HASHED_BLOCKS = 512  # keys computed in one turn of the loop: 4 ms
 
@@ -155,7 +155,7 @@ async def count_stored(storage: StorageIO, keys: KeyRun) -> int:
 
 GROUP_BLOCKS = 32  # blocks that a background copy, a fetch or a publish moves at a time
 PIECE_BYTES = 8 << 20  # small blocks are copied to the host in pieces of 0.15 ms on PCIe 5
-LEAVING_PATIENCE_S = 1.0  # for the write of a group to a store while the host tier shrinks
+LEAVING_PATIENCE_S = 1.0  # longest write of a group to a store while the host tier shrinks
 _SHARE_BEING_STORED = 4  # writes use at most one n-th of the host slots
 _MAX_TO_STORE = 4096  # largest number of groups that wait for the store; more are not stored
 log = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class ByteBudget:
                 self._ended(turn)
             else:
                 turn.granted.cancel()
-                self.start_waiting()  # pieces behind this one may fit
+                self.start_waiting()  # copies behind this one may fit
             raise
         try:
             yield
@@ -700,7 +700,7 @@ class Copies:
             self._eviction.on_the_way[Tier.HOST] -= len(flush.slots)
             self._work.allowance.update_allowance(asyncio.get_running_loop().time())
             self._work.allowance.is_waiting = False  # a waiting request asks again now
-            end()  # last, as it wakes requests, which must not count these slots as on their way
+            end()  # last: it wakes requests, for which these slots must not be on the way
             self._work.capacity_changed()
 
     def _begin_offload(self, node: TreeNode, first: int, stop: int, slots: Ids) -> Movement:

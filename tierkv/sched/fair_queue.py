@@ -157,8 +157,8 @@ class WaitingLine:
         waiting.number = self._num_ever
         self._num_ever += 1
         space = waiting.space
-        # A space that joins counts as given as many blocks as the waiting spaces, so that it has
-        # no credit from its idle time; if no space waits, as many as the last one served.
+        # A space that joins counts as given at least as many blocks as any waiting space, so that
+        # it has no credit from its idle time. If no space waits, those of the last admission count.
         if space not in self._num_of_space:
             waiting_now = (self._given.get(one, 0) for one in self._num_of_space)
             least = min(waiting_now, default=self._served)

@@ -697,7 +697,7 @@ class _Fetch:
         keys, present = await self._match()
         self.matched_at = time.monotonic()
         tracing.record("match", self.began_at, self.matched_at)
-        # If storage has none of the blocks, this time includes the search for a shared tail.
+        # If storage has none of the blocks, the rest of the fetch is the search for a shared tail.
         question = self.question
         if question is None:
             return
@@ -713,7 +713,7 @@ class _Fetch:
             if len(wanted) < present:  # the engine computes the rest, to measure its speed
                 self.is_whole = self.landed.num_tokens == len(wanted) * self.prompt.block_size
                 if self.is_whole:
-                    self._ends(MissCause.NOT_WORTH_IT, "computed, to learn how fast the engine is")
+                    self._ends(MissCause.NOT_WORTH_IT, "computed to measure the engine's speed")
                 return
         if self.landed.problem is None:
             self.is_whole = True

@@ -18,7 +18,8 @@ from tierkv.errors import ConfigError, OwnershipError
 from tierkv.sched.slots import Leaving
 from tierkv.sched.tiers import Tiers
 
-# Host memory is pinned once, and its address is known to lanes, stores and other nodes.
+# Advice for more slots than there is memory for. Host memory cannot be replaced at run time: it is
+# pinned once, and lanes, stores and other nodes know its address.
 _MORE = {
     Tier.DEVICE: "put the device to sleep and wake it with that number",
     Tier.HOST: "raise cache.host_max_blocks and restart",

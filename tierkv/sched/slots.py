@@ -16,8 +16,8 @@ from tierkv.errors import ShuttingDownError
 from tierkv.tasks import task_group
 
 log = logging.getLogger(__name__)
-STORE_PATIENCE_S = 0.25  # wait of a request in need of room for a write to a store
-CLOSING_PATIENCE_S = 5.0  # between log lines while closing waits for copies
+STORE_PATIENCE_S = 0.25  # longest wait of a request without room for one write to a store
+CLOSING_PATIENCE_S = 5.0  # seconds between log lines while closing waits for copies
 MAX_AT_ONCE_S = 0.5  # twice STORE_PATIENCE_S
 WRITE_SHARE = 0.02
 

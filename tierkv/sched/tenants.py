@@ -18,9 +18,7 @@ from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError
 from tierkv.sched.lifecycle import forgetting
 from tierkv.sched.tiers import Tiers
 
-_AT_ONCE = 128  # largest number of copies of a tenant that is closed in one turn of the loop
-
-
+_AT_ONCE = 128  # largest number of copies of blocks that are removed in one turn of the loop
 MAX_ADAPTERS = 64  # adapters of one tenant that are open at a time
 
 

@@ -23,7 +23,7 @@ SLACK_S, SLACK_SHARE = 0.03, 0.1
 # A request or claim that may compute stops waiting for a store that is silent for this long.
 SILENT_S = 1.25
 # The pause between two measurements of a tier that is estimated to be slower than computing. A
-# claim waits for its measurement for the slack; other requests do not wait.
+# claim waits for such a measurement as long as the slack, another request does not wait at all.
 TRY_EVERY_S = 2.0
 # Assumed speed of an engine before the first measurement, in tokens a second; shortest time, in s.
 _UNKNOWN_TOKENS_PER_S, _UNKNOWN_S = 4000.0, 0.1
@@ -40,11 +40,12 @@ _MAX_OBSERVED = 64  # samples kept: 64 samples later, one has a weight of 0.9 **
 _SURPRISE = 2.0  # a time this many times longer or shorter than expected restarts an average
 _TICK_S = 0.001  # resolution of uvloop's clock: a shorter time is measured as 0 or 1 ms
 # Seconds that requests may lose by waiting for each other: SHARE of all computing time, and once
-# the time to compute MAX_WASTED of the largest requests.
+# MAX_WASTED times the computing time of the largest request.
 SHARE = 0.02
 MAX_WASTED = 2.0
 _FADING = 0.98  # factor of `usual_s` with each request
-# Beyond the estimate a request waits this share of computing for another request's blocks.
+# A request waits for another request's blocks longer than estimated by this share of the time to
+# compute them.
 HEDGE = 0.25
 
 

@@ -224,11 +224,11 @@ def _names(names: Names, size: int) -> list[Names]:
     return [replace(names, shard=Shard(rank, size).name) for rank in range(size)]
 
 
-MAX_TAILS = 8  # tails listed per parent; the ones noted last
+MAX_TAILS = 8  # largest number of tails in a list; the latest ones stay
 _MAX_LIST_BYTES = 256 << 10
-_NOT_A_BLOCK = 0  # token count in the header: no block has none, so none is taken for a list
+_NOT_A_BLOCK = 0  # token count in a list's header; every block has tokens
 _LANES = 16
-_NOTE_S = 2.0  # an addition to a list that takes longer is given up
+_NOTE_S = 2.0  # time limit of an addition to a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,19 +410,19 @@ def _identity(parent: bytes) -> ValueIdentity:
 
 log = logging.getLogger(__name__)
 _MAX_FOUND = 65_536
-_FAR_S = 0.1  # after a slower answer, a second question is sent along with the first
+_FAR_S = 0.1  # after a slower answer, a lookup sends its two questions together
 _MAX_COPIES = 4  # copies of one value that are tried if each is damaged
 # Number of values encoded per turn of the loop. 32 take 0.3 ms, and a server that writes values of
 # 512 KiB would be idle meanwhile.
 _MADE_AT_ONCE = 8
 _WAITED_FOR = 1e9  # worth of a block that a request waits for
-# Least number of cores for threads that make headers ahead: 2 MiB take a thread 0.07 ms and the
-# loop 0.5 ms to send, which makes replacing values up to 1.39 times as fast. With two cores the
-# threads would take the time from the server.
+# Smallest number of cores with which threads make headers ahead of sending. A value of 2 MiB takes
+# a thread 0.07 ms, and the loop 0.5 ms to send; replacing values gets up to 1.39 times as fast.
+# With two cores the threads would take the time from the server.
 _CORES = 4
-_MIN_VALUES = 4  # fewer values: the loop has made most before a thread is awake
+_MIN_VALUES = 4  # with fewer values, the loop makes most headers before a thread wakes up
 makes_ahead = len(os.sched_getaffinity(0)) >= _CORES
-_MAX_AT_ONCE = 64  # most values checked on the loop
+_MAX_AT_ONCE = 64  # largest number of values that are checked on the loop
 _BATCH_NAMES = 512
 _MAX_NAMES = 65_536
 _PAUSE_S = 0.2  # between batches: at most 2,560 names a second
@@ -443,9 +443,9 @@ class StorageStats:
     fetched_bytes: int = 0
     flushed_blocks: int = 0
     flushed_bytes: int = 0
-    skipped_blocks: int = 0  # were in the store already
+    skipped_blocks: int = 0  # not written, since the store had them already
     damaged_blocks: int = 0
-    damaged_lists: int = 0  # of tails
+    damaged_lists: int = 0  # lists of tails
     failed_reads: int = 0
     failed_writes: int = 0
 
@@ -548,7 +548,7 @@ class StorageIO:
         while True:
             names = check_names(self.slices.names_of_all(keys[at:], size))
             began = time()
-            if self._is_far:  # one round trip instead of two, should the first be missing
+            if self._is_far:  # saves a round trip if the first block is missing
                 asking = both(self.store.exists(names), self._sizes_of(keys[at : at + 1], size))
                 found, first_sizes = await asking
             else:
