@@ -347,7 +347,6 @@ class _Begun:
 
     @property
     def num_there(self) -> int:
-        """Number of leading tokens that the model need not compute."""
         return len(self.tokens) - self.hit.computed
 
     def is_of(self, tokens: npt.NDArray[np.int64], max_tokens: int) -> bool:
@@ -693,7 +692,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Mark the sequence as broken until the body has ended or raised a TierKVError."""
+        """Mark the sequence as inconsistent until the body ends or raises a TierKVError.
+
+        The mark stays if the body is interrupted, as by Ctrl-C.
+        """
         self._is_whole = False
         try:
             yield
@@ -749,7 +751,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._held, self._num_kept = self._held[:0], 0
 
     def _place(self, num_tokens: int) -> None:
-        """Let every layer show the first `num_tokens` tokens of the device memory."""
+        """Make every layer return the first `num_tokens` tokens of the device memory."""
         for layer, planes in zip(self.layers, self._layout.planes_of_layer, strict=True):
             layer.place(self._room, planes, num_tokens)
 
@@ -879,7 +881,6 @@ class _Moves:
         self._thread.start()
 
     def use(self, room: _DeviceRoom) -> None:
-        """Let later loads and saves use the memory of `room`."""
         self._ask(self._use, room).result()
 
     def load(
@@ -1066,7 +1067,6 @@ class _Asked(Generic[T]):
         self._bell: SimpleQueue[None] = SimpleQueue()
 
     def run(self) -> None:
-        """Call the function, and set its result or error for `result`."""
         try:
             self._result = self._work()
         except BaseException as error:  # noqa: BLE001 - raised where the task is awaited
@@ -1193,7 +1193,10 @@ def _rope_types(value: object) -> Iterator[str]:
 
 
 def _computed(model: PreTrainedModel, num_tokens: int, last: int = 0) -> DynamicCache:
-    """Return the KV of a prompt of tokens 0 in its first half, and `last` in its second half."""
+    """Compute a prompt, and return its KV.
+
+    The prompt has token 0 in its first half, and token `last` in its second half.
+    """
     cache = DynamicCache(config=model.config)
     taken = inspect.signature(model.forward).parameters
     arguments: dict[str, Any] = {_ARGUMENT if _ARGUMENT in taken else "past_key_values": cache}
@@ -1490,7 +1493,7 @@ def _without(given: Mapping[str, Any], count: int, num_tokens: int) -> dict[str,
 
 
 def _install(model: PreTrainedModel) -> None:
-    """Add hooks and a `generate` to this model object that use a `TierKVCache` given to a call."""
+    """Add hooks and a `generate` to `model`, which use the `TierKVCache` of each call."""
     # Hooks and method are set on this object alone, so that a copy of the model gets its own.
     if "generate" not in vars(model):
         model.register_forward_pre_hook(_before, with_kwargs=True)

@@ -943,7 +943,10 @@ class _SchedulerSide:
         return prompt
 
     def _extra(self, request: Request) -> bytes | None:
-        """Return salt, LoRA adapter and reset as bytes; None while the adapter's files are read."""
+        """Return what else identifies KV, beside tokens: salt, LoRA adapter, last cache reset.
+
+        The result is None while the adapter's files are read.
+        """
         if request.lora_request is None and not request.cache_salt and not self._epoch:
             return b""
         adapter = b""
@@ -983,7 +986,7 @@ class _SchedulerSide:
             self._plans.loads.append((name, plan))
 
     def _wait_for(self, block_ids: Iterable[Sequence[int]]) -> None:
-        """Let workers wait before they write any block, if a running save reads one of these."""
+        """Let workers wait before they write blocks, if a running save reads one of `block_ids`."""
         if self._has_windows or self._states:
             for ids in block_ids:
                 self._plans.must_wait = self._plans.must_wait or bool(self.cache.fence(ids))
@@ -1051,7 +1054,6 @@ class _SchedulerSide:
             self._filling[name] = tracked
 
     def _has_saves(self) -> bool:
-        """Return True if a save may begin in this step."""
         if self._is_turn:
             return bool(self._ending or self._filling or self._is_due())
         return any(map(self._is_urgent, self._filling.values()))
@@ -1165,7 +1167,6 @@ class _SchedulerSide:
                 self._save_up_to(tracked, states, table)
 
     def _wants_state(self, tracked: _Tracked, group: int, block: int, num_tokens: int) -> bool:
-        """Return True if a recurrent state that vLLM offers is to be saved."""
         size = self._groups[group].block_size
         if group not in self._states or not block or num_tokens % size:
             return False
@@ -1246,7 +1247,6 @@ class _SchedulerSide:
         return not unsaved
 
     def _whole(self, prompt: Prompt) -> tuple[list[range], list[int]]:
-        """Return the numbers of all blocks of `prompt`, and 0 as the first, by cache group."""
         sizes = [group.block_size for group in self._groups]
         return [range(-(-prompt.num_tokens // size)) for size in sizes], [0] * len(sizes)
 
@@ -1506,7 +1506,7 @@ def _packed(tokens: list[int]) -> bytes:
 
 
 def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """Return the cache groups, those of recurrent states with their share of host memory."""
+    """Return the cache groups, with a share of host memory for groups of recurrent states."""
     weights = [
         group.layout.block_bytes
         / group.block_size

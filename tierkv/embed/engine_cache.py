@@ -302,10 +302,10 @@ class _RequestState:
         )
 
     def has_nothing_beyond(self, have_tokens: int) -> bool:
-        """Return True if the last lookup found nothing, and a new search would find nothing either.
+        """Return True if the last lookup found nothing, and need not be repeated now.
 
-        A new search is needed after `asks_again_at`. After a preemption it is needed at once: the
-        engine then has fewer tokens, and the host may have blocks of the lost ones.
+        It must be repeated after `asks_again_at`. After a preemption it must be repeated at once:
+        the engine then has fewer tokens, and the host may have blocks of the lost ones.
         """
         nothing = self.nothing
         is_so = nothing is not None and have_tokens >= nothing.num_there
@@ -1145,7 +1145,7 @@ class EngineCache:
         parts: list[_Part],
         promise: HostPromise | None = None,
     ) -> Plan:
-        """Make the plan of a load or a save, which runs until every rank has reported its end."""
+        """Make the plan of a load or a save, and expect a report of its end from every rank."""
         blocks = b"".join([part.blocks for part in parts])
         slots = b"".join([part.slots for part in parts])
         counts: tuple[int, ...] = ()
@@ -1227,7 +1227,7 @@ class EngineCache:
             saved[part.group] = min(saved.get(part.group, 0), part.positions[0])
 
     def _names_in(self, parts: Sequence[_Part]) -> list[ExternalId | None]:
-        """Return the engine's names of the blocks in the first cache group of full attention."""
+        """Return the engine's names of the blocks of `parts` in the first full-attention group."""
         of_main = [part.external_ids for part in parts if part.group == self._main]
         return [name for names in of_main for name in names if name is not None]
 

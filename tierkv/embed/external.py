@@ -597,7 +597,7 @@ class EngineListener:
             log.info("engine %s ended, and its slots and promises were released", hello.name)
 
     def _share(self) -> list[int]:
-        """Return, by cache group, the slots that one engine may have reserved for saves now."""
+        """Return, by cache group, how many slots one engine may have reserved for saves now."""
         return self._sizes.max_reserved(self._settings, self._num_here)
 
     def _welcome(
@@ -791,7 +791,6 @@ class _Engine:
 
 
 def _all_copied(args: list[Any]) -> list[Copied]:
-    """Return the copied blocks of all prompts in the arguments of a call of `HostSide.keep`."""
     return [some for _, copied in args[0] for some in copied]
 
 

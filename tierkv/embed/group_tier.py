@@ -493,7 +493,7 @@ class GroupTier:
             self._is_storing = False
 
     async def _flush(self, blocks: Sequence[FlatBlock]) -> list[str]:
-        """Store blocks; return the reason of each failure."""
+        """Store blocks; return the reasons why some were not stored."""
         if any(self.blocks.get(block.key.digest) is not block for block in blocks):
             return ["the cache was deleted before the blocks were stored"] * len(blocks)
         self.blocks.hold(blocks)
@@ -541,7 +541,7 @@ class GroupTier:
         No copy may be running.
 
         Args:
-            num_holds: expected number of protections from eviction, counted by block.
+            num_holds: expected number of protections from eviction, summed over the blocks.
         """
         wrong = self.blocks.findings()
         if self._coming or self._is_storing:

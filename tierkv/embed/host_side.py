@@ -564,7 +564,7 @@ class HostSide:
     async def _plan(
         self, prompt: Prompt, lookups: dict[int, GroupLookup], bound: int, num_promised: int = 0
     ) -> _Planned:
-        """Return the longest beginning, at most `bound` tokens, that every cache group has.
+        """Return the longest beginning of `prompt`, up to `bound` tokens, that every group has.
 
         A block counts if it is on the host or in storage. Storage is not asked for the first
         `num_promised` indexed blocks, which a ticket lists as stored.
@@ -635,7 +635,7 @@ class HostSide:
             tier.note_answer(lookup, some, there)
 
     async def _longest(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return how many tokens, up to `bound`, every cache group outside the index has.
+        """Return how many leading tokens, up to `bound`, all groups outside the index have.
 
         Tokens on the host and in storage count. Storage is asked for all these cache groups at
         once, in batches that grow.
@@ -658,7 +658,7 @@ class HostSide:
             most *= _MORE_ASKED
 
     def _longest_here(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return how many tokens, up to `bound`, the host has in every group outside the index."""
+        """Return how many leading tokens the host has in all groups of `lookups`, up to `bound`."""
         valid = [
             (self._groups[number], self._tiers[number].valid(lookup, bound))
             for number, lookup in lookups.items()

@@ -164,7 +164,6 @@ class TransformersEngine(SessionEngine):
             run.is_loaded = True
 
     def _withdraw(self, call: _Call) -> None:
-        """Cancel a call that is still queued; calls in the current step are not cancelled."""
         if call in self._queue:
             self._queue.remove(call)
             call.outcome.cancel()
@@ -193,7 +192,7 @@ class TransformersEngine(SessionEngine):
             self._queue.clear()
 
     async def _wait_for_last_step(self) -> None:
-        """Give the requests of the last step some turns of the loop to queue their next token.
+        """Wait some turns of the loop for the requests of the last step to queue their next token.
 
         Late requests would otherwise form a second batch, and each token would cost two steps.
         """
