@@ -751,7 +751,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._held, self._num_kept = self._held[:0], 0
 
     def _place(self, num_tokens: int) -> None:
-        """Make every layer return the first `num_tokens` tokens of the device memory."""
+        """Set every layer's keys and values to the first `num_tokens` tokens in device memory."""
         for layer, planes in zip(self.layers, self._layout.planes_of_layer, strict=True):
             layer.place(self._room, planes, num_tokens)
 

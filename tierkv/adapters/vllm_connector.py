@@ -744,7 +744,10 @@ class _SchedulerSide:
         log.info("KV blocks are kept in host memory and %s", kept)
 
     def _scheme(self, ranks: Sequence[RankHandshake]) -> ShardScheme | None:
-        """Return the rule that joins the ranks' heads to a whole block; None if there is none."""
+        """Return the rule that joins the ranks' heads to a whole block.
+
+        The result is None if the order of the heads within a block is unknown.
+        """
         first, total = ranks[0], self._config.model_config.get_total_num_kv_heads()
         if len(first.groups) > 1 or first.heads * len(ranks) != total:
             return None
@@ -842,9 +845,9 @@ class _SchedulerSide:
         return found.num_tokens
 
     def _has_nothing(self, tracked: _Tracked, num_computed: int) -> bool:
-        """Return True if a lookup would surely find too few tokens to load.
+        """Return True if a lookup would surely find too few tokens, so that none is made.
 
-        The request then counts as looked up.
+        The request is then recorded as one whose lookup has found nothing.
         """
         request, size = tracked.request, self._groups[self._main].block_size
         num_saved = num_blocks = 0
@@ -871,7 +874,7 @@ class _SchedulerSide:
         return True
 
     def _main_names(self, request: Request) -> Sequence[bytes]:
-        """Return vLLM's hashes of the request's full blocks in the main (full-attention) group."""
+        """Return vLLM's hashes of the request's full blocks in the first full-attention group."""
         size = self._groups[self._main].block_size
         step = size // (self._kv.hash_block_size or size)
         hashes: Sequence[bytes] = request.block_hashes

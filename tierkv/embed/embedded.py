@@ -443,7 +443,9 @@ class Embedded:
         return self.run("verify", work)
 
     def run(self, name: str, work: Callable[[Service], Awaitable[T]]) -> Call[T]:
-        """Run work on the service's thread that has no method here: pins, resizing, a reset.
+        """Run a function on the service's thread, for work that no other method does.
+
+        Examples are pins, resizing and resets.
 
         Args:
             name: the call's name, for errors and traces.

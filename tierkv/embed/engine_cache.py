@@ -990,9 +990,10 @@ class EngineCache:
         return tuple(block for block in block_ids if any(block in one for one in touched))
 
     def release(self, key: str) -> None:
-        """Forget a request: end its lookup, unprotect found blocks, and fail an unfinished publish.
+        """Forget a request: end its lookup, and stop protecting the blocks that it has found.
 
-        Running saves continue, and their blocks stay cached. Further calls do nothing.
+        A publish that has not reached the prompt's end fails. Running saves continue, and their
+        blocks stay cached. Further calls do nothing.
         """
         self._release(key, "the request ended before its whole prompt was saved")
 

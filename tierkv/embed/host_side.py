@@ -127,7 +127,8 @@ class HostSizes:
         fingerprint: the engine's fingerprint, extended by a description of its cache groups.
         groups: the cache groups.
         num_slots: number of host slots of each cache group.
-        main: number of the cache group whose layout is the fingerprint's.
+        main: number of the main cache group: the first one of full attention, or 0 if there is
+            none. The fingerprint has its layout.
     """
 
     fingerprint: Fingerprint
@@ -177,6 +178,8 @@ class HostSizes:
         cls, fingerprint: Fingerprint, groups: Sequence[CacheGroup], num_blocks: int
     ) -> HostSizes:
         """Return sizes with room for `num_blocks` blocks of the main cache group.
+
+        The main cache group is the first one of full attention, or the first one if there is none.
 
         Args:
             fingerprint: the engine's fingerprint.
