@@ -231,8 +231,8 @@ class Watch:
     async def _hear(self, next_hint: Callable[[float], object], timeout_s: float) -> None:
         """Wait until the store should be read again, at most `timeout_s` seconds.
 
-        A message that more blocks are stored is passed to `_on_progress`, and the wait continues.
-        Any other message ends it.
+        A PROGRESS message is passed to `_on_progress`, and the wait continues. Any other message
+        ends it.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
@@ -568,7 +568,6 @@ class Claims:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _may_try_again(self, problem: GetOutcome | None, give_up_at: float) -> bool:
-        """Return True if the store failed and there is time for another attempt."""
         has_failed = problem is not None and problem.status is GetStatus.FAILED
         return has_failed and asyncio.get_running_loop().time() + _FIRST_PAUSE_S < give_up_at
 
@@ -586,7 +585,6 @@ class Claims:
     async def _fetch_and_load(
         self, spec: RequestSpec, keys: Sequence[StoredKey], budget: Budget
     ) -> Fetched:
-        """Fetch the prompt to the host, and load its first blocks to the device meanwhile."""
         loads = LoadsAhead(spec, self._scheduler, self._has_room)
         fetched: Fetched | None = None
         try:

@@ -527,7 +527,6 @@ class Handoff:
 
     @contextmanager
     def _offered(self, ticket_id: str, blocks: PromptBlocks) -> Iterator[DirectAddress | None]:
-        """Offer the blocks to claiming nodes during the body; end the offer if the body fails."""
         is_known = self.ledger.state_of(ticket_id) is not None
         try:
             yield blocks.offer(ticket_id, self.ledger)

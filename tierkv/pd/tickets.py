@@ -146,11 +146,6 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, value: bytes) -> Self:
-        """Decode a ticket or open ticket that was read from storage.
-
-        Raises:
-            StoreCorruptError: the value is damaged, or is a record of another kind.
-        """
         return codec.unseal(cls.magic, _VERSION, value, cls)
 
     def keys(self) -> list[StoredKey]:
@@ -981,7 +976,6 @@ def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
 
 
 def _refused(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableError:
-    """Return the error for a refused value: StoreRefusedError if the store is full."""
     is_full = outcome.status is PutStatus.FULL
     kind = StoreRefusedError if is_full else StoreUnavailableError
     return kind(f"{url} did not accept {what}: {outcome.reason}")

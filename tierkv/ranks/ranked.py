@@ -253,13 +253,7 @@ class _PendingCopy:
 
 
 class _PendingCopies:
-    """The copies that at least one rank has not finished. Thread-safe.
-
-    Args:
-        num_ranks: number of ranks.
-        late_s: seconds after which `findings` reports a copy.
-        now: returns the time of a monotonic clock, in seconds.
-    """
+    """The copies that at least one rank has not finished. Thread-safe."""
 
     def __init__(self, num_ranks: int, *, late_s: float, now: Callable[[], float]) -> None:
         self._late_s = late_s

@@ -361,7 +361,6 @@ def _reader(
 
 
 def _digest(files: list[Path]) -> str:
-    """Return a digest of the files' bytes, which identifies the weights in the fingerprint."""
     hashed = xxhash.xxh3_128()
     for file in files:
         with file.open("rb") as opened:

@@ -287,7 +287,6 @@ class Service:
                 self.groups = ()
 
     def _failed(self, task: str, error: BaseException) -> None:
-        """Record that a task ended with an unexpected error, and begin to close the service."""
         log.critical(
             "service %s has failed and closes: task %s ended with %r",
             self._made_of.name,

@@ -160,8 +160,8 @@ class Session:
     async def _with_rest(self, request: Request, budget: Budget) -> Request:
         """If faster than computing, fetch in portions the blocks for which the host has no room.
 
-        Return the request. If a portion did not load, return a new request that computes the whole
-        prompt.
+        Return the request, or a new request that computes the whole prompt if a portion did not
+        load.
         """
         scheduler = self._service.scheduler
         missing = request.spec.prompt.num_tokens - request.cached_tokens
@@ -189,7 +189,6 @@ class Session:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Begin the request's timeline, and end the timeline if the body fails."""
         self._timeline = self._service.timelines.begin(self.spec)
         try:
             yield

@@ -446,7 +446,6 @@ class Claimer:
             return False
 
     async def _answer_to(self, first: int, stop: int, machine: str = "") -> DirectAnswer | None:
-        """Ask the producer where blocks [first, stop) lie; None if it does not answer."""
         if self._is_silent or self._address is None:
             return None
         ask = DirectAsk(offer=self._address.offer, first=first, stop=stop, machine=machine)
