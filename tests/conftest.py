@@ -132,7 +132,7 @@ def _nothing_blocks_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
         function.can_block_in("tierkv/refmodel/engine.py", "running")
         function.can_block_in("tierkv/hf/engine.py", "running")
         # Once, when a store of a kind that is not tierkv's own is opened.
-        function.can_block_in("tierkv/storage/factory.py", "_brought")
+        function.can_block_in("tierkv/storage/factory.py", "_installed_kind")
     blockbuster.activate()
     try:
         yield

@@ -73,10 +73,10 @@ class Leading(socket.socket):
 
 
 @pytest.mark.parametrize(
-    ("peer", "is_at_home"), [("127.0.0.1", True), ("192.0.2.1", False), (None, False)]
+    ("peer", "is_local"), [("127.0.0.1", True), ("192.0.2.1", False), (None, False)]
 )
-def test_a_connection_within_this_machine_is_known(peer: str | None, *, is_at_home: bool) -> None:
+def test_a_connection_within_this_machine_is_known(peer: str | None, *, is_local: bool) -> None:
     with Leading(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.bind(("127.0.0.1", 0))
         sock.peer = peer
-        assert PlainPipe(sock).is_at_home is is_at_home
+        assert PlainPipe(sock).is_local is is_local

@@ -142,7 +142,7 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
     """
     scheme, separator, _ = url.partition(":")
     opens = _STORES.get(scheme) if separator else None
-    if opens is None and separator and (kind := _brought(scheme)) is not None:
+    if opens is None and separator and (kind := _installed_kind(scheme)) is not None:
         return kind.open(url, kind.settings_from(settings.stores.get(scheme, {}), scheme), clock)
     if opens is None:
         if url[:1] in {"/", "."}:
@@ -155,7 +155,7 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
     return opens(url, settings, clock)
 
 
-def _brought(scheme: str) -> StoreKind[Any] | None:
+def _installed_kind(scheme: str) -> StoreKind[Any] | None:
     """Return the kind of store that an installed package provides for `scheme`; None for none."""
     from importlib.metadata import entry_points  # noqa: PLC0415 - 2 MiB that few nodes need
 
@@ -239,7 +239,7 @@ class StorageSettings(StoreSettings):
 
     def __post_init__(self) -> None:
         for scheme, table in self.stores.items():
-            if (kind := _brought(scheme)) is None:
+            if (kind := _installed_kind(scheme)) is None:
                 raise ConfigError(
                     f"[storage.stores.{scheme}] has settings, but no installed package provides a "
                     f"store for {scheme}: URLs: install it, or remove the table"

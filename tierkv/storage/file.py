@@ -807,9 +807,9 @@ class FileStore(BaseStore):
 
     def _read_clock(self, scratch: Scratch) -> None:
         asked_at = self._clock.monotonic()
-        told = scratch.time()
-        if told is not None:
-            self._clock.note(told, asked_at)
+        store_time = scratch.time()
+        if store_time is not None:
+            self._clock.note(store_time, asked_at)
 
     def _opened(self) -> ValueFiles:
         if self._files is None:

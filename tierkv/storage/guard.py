@@ -255,7 +255,7 @@ class GuardedStore(StoreWrapper):
                 await self._acquire_slot()
                 try:
                     async with self._within(self._deadline_s(0)):
-                        answer = await self._apart(ask)
+                        answer = await self._in_own_task(ask)
                 finally:
                     self._reads.give_back()
             except StoreUnavailableError:
@@ -267,18 +267,18 @@ class GuardedStore(StoreWrapper):
             may_try_again = False
             await self._pause()
 
-    def _apart(self, ask: Callable[[Store], Awaitable[T]]) -> Awaitable[T]:
+    def _in_own_task(self, ask: Callable[[Store], Awaitable[T]]) -> Awaitable[T]:
         # A cancelled call raises at once, even if the operation goes on.
         if self._tasks is None:
             raise self._closed()
         return abandonable(
             self._tasks.create_task,
-            lambda: self._answered(ask),
+            lambda: self._with_known_errors(ask),
             "tierkv-store-question",
             ended=self._closed,
         )
 
-    async def _answered(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+    async def _with_known_errors(self, ask: Callable[[Store], Awaitable[T]]) -> T:
         """Return the result of `ask(inner)`; an unexpected error becomes StoreUnavailableError."""
         try:
             return await ask(self.inner)
@@ -320,7 +320,7 @@ class GuardedStore(StoreWrapper):
             await self._acquire_slot()
             try:
                 async with self._within(self._deadline_s(num_bytes)):
-                    outcomes = await self._answered(lambda store: store.get_into(items))
+                    outcomes = await self._with_known_errors(lambda store: store.get_into(items))
             finally:
                 self._reads.give_back()
         except StoreUnavailableError as error:
@@ -378,7 +378,7 @@ class GuardedStore(StoreWrapper):
         deadline_s = self._deadline_s(num_bytes, self._settings.write_timeout_s)
         try:
             async with self._within(deadline_s, writes=True):
-                outcomes = await self._answered(lambda store: store.put(items))
+                outcomes = await self._with_known_errors(lambda store: store.put(items))
         except StoreUnavailableError as error:
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
         self._note_refusal(items, outcomes)
@@ -508,7 +508,7 @@ class GuardedStore(StoreWrapper):
         """Ping the store; return the failure, None if it answered."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                await self._apart(lambda store: store.ping())
+                await self._in_own_task(lambda store: store.ping())
         except TimeoutError:
             return f"{self.url} did not answer a probe"
         except StoreUnavailableError as error:
@@ -546,10 +546,12 @@ class GuardedStore(StoreWrapper):
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         """Return one page of a listing, as `Store.list` does, without a deadline."""
-        return await self._answered(lambda store: store.list(prefix, limit=limit, cursor=cursor))
+        return await self._with_known_errors(
+            lambda store: store.list(prefix, limit=limit, cursor=cursor)
+        )
 
     async def usage(self, prefix: str) -> Usage:
-        return await self._answered(lambda store: store.usage(prefix))
+        return await self._with_known_errors(lambda store: store.usage(prefix))
 
 
 class SlotGate:

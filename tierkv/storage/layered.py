@@ -89,7 +89,7 @@ class LayeredStore(StoreWrapper):
         # no copy, because the near store may have failed to delete its copy.
         self._suspects: set[str] = set()
         # Names whose last read was from the far store; the oldest ones are dropped.
-        self._came_from_afar: OrderedDict[str, None] = OrderedDict()
+        self._last_read_from_far: OrderedDict[str, None] = OrderedDict()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
         for store in (self._near, self._far):
@@ -152,28 +152,28 @@ class LayeredStore(StoreWrapper):
         near = await self._near.get_into([items[i] for i in asked]) if asked else []
         for i, outcome in zip(asked, near, strict=True):
             outcomes[i] = outcome
-            self._came_from_afar.pop(items[i].name, None)
+            self._last_read_from_far.pop(items[i].name, None)
         left = [i for i, outcome in enumerate(outcomes) if outcome.status is not GetStatus.HIT]
         if left:
             far = await self._far.get_into([items[i] for i in left])
-            came = {
+            far_hits = {
                 i: one.num_bytes
                 for i, one in zip(left, far, strict=True)
                 if one.status is GetStatus.HIT
             }
-            damaged = {items[i].name for i in came if outcomes[i].status is GetStatus.DAMAGED}
+            damaged = {items[i].name for i in far_hits if outcomes[i].status is GetStatus.DAMAGED}
             for i, outcome in zip(left, far, strict=True):
                 if outcome.status in _FOUND or outcomes[i].status is not GetStatus.DAMAGED:
                     outcomes[i] = outcome
-                    self._came_from_afar[items[i].name] = None
+                    self._last_read_from_far[items[i].name] = None
             trusted = [
                 (items[i], num_bytes)
-                for i, num_bytes in came.items()
+                for i, num_bytes in far_hits.items()
                 if items[i].name not in suspects
             ]
             await self._copies.make(trusted, damaged, num_forgets)
-            while len(self._came_from_afar) > _MAX_NOTED:
-                self._came_from_afar.popitem(last=False)
+            while len(self._last_read_from_far) > _MAX_NOTED:
+                self._last_read_from_far.popitem(last=False)
         return outcomes
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
@@ -222,10 +222,10 @@ class LayeredStore(StoreWrapper):
         """
         check_names(names)
         self._copies.forget(names)
-        far = {name for name in names if name in self._came_from_afar}
+        far = {name for name in names if name in self._last_read_from_far}
         near = {*names} - far
         for name in far:
-            del self._came_from_afar[name]
+            del self._last_read_from_far[name]
         if len(self._suspects) > _MAX_NOTED:
             self._suspects.clear()
         self._suspects |= near
@@ -278,7 +278,7 @@ class NearCopies:
         self._settings = settings
         self._waiting: dict[str, PutItem] = {}
         self._num_bytes = 0
-        self._in_hand = ""  # the name of the copy that is being written
+        self._being_written = ""  # the name of the copy that is being written
         self.num_forgets = 0
         self._came = asyncio.Event()
         self._copier = WorkerThreads(near.url, 1)
@@ -296,7 +296,7 @@ class NearCopies:
             self.forget(list(self._waiting))
 
     async def make(
-        self, came: Sequence[tuple[GetItem, int]], damaged: set[str], num_forgets: int
+        self, read_items: Sequence[tuple[GetItem, int]], damaged: set[str], num_forgets: int
     ) -> None:
         """Copy values that were read from the far store, and queue the copies for the near store.
 
@@ -304,7 +304,7 @@ class NearCopies:
         `max_fill_bytes` are not copied.
 
         Args:
-            came: items that were read, each with the length of its value in bytes.
+            read_items: items that were read, each with the length of its value in bytes.
             damaged: names with a damaged value in the near store, which the copy replaces.
             num_forgets: `self.num_forgets` before the read. If that number has changed, values may
                 have been deleted since, and no copy is queued.
@@ -313,7 +313,7 @@ class NearCopies:
             CancelledError: the caller was cancelled; no copy is queued, and no buffer is in use.
         """
         copied: list[tuple[GetItem, int]] = []
-        for item, num_bytes in came:
+        for item, num_bytes in read_items:
             fits = self._num_bytes + num_bytes <= self._settings.max_fill_bytes
             if fits and item.name not in self._waiting:
                 self._num_bytes += num_bytes
@@ -348,24 +348,24 @@ class NearCopies:
             item = self._waiting.pop(name, None)
             if item is not None:
                 self._num_bytes -= item.num_bytes
-            if name == self._in_hand:
-                self._in_hand = ""
+            if name == self._being_written:
+                self._being_written = ""
 
     async def _keep_filling(self) -> None:
         while True:
             while not self._waiting:
                 self._came.clear()
                 await self._came.wait()
-            name = self._in_hand = next(iter(self._waiting))
+            name = self._being_written = next(iter(self._waiting))
             item = self._waiting.pop(name)
             self._num_bytes -= item.num_bytes
             [outcome] = await self._near.put([item])
             if outcome.status is PutStatus.FAILED:
                 _log.debug("a value was not copied to the near store: %s", outcome.reason)
-            if self._in_hand != name:  # `forget` was called for it in the meantime
+            if self._being_written != name:  # `forget` was called for it in the meantime
                 with suppress(StoreUnavailableError):
                     await self._near.delete([name])
-            self._in_hand = ""
+            self._being_written = ""
 
 
 class OpensLater(StoreWrapper):
@@ -376,7 +376,7 @@ class OpensLater(StoreWrapper):
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self._why_not = f"{inner.url} is closed"  # "" while it is open
+        self._refusal = f"{inner.url} is closed"  # "" while it is open
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -394,16 +394,16 @@ class OpensLater(StoreWrapper):
                 await tried.wait()
                 yield
             finally:
-                if self._why_not:
+                if self._refusal:
                     opening.cancel()
-                self._why_not = f"{self.url} is closed"
+                self._refusal = f"{self.url} is closed"
                 left.set()
 
     async def _keep_open(self, tried: asyncio.Event, left: asyncio.Event) -> None:
         while True:
             try:
                 async with self.inner.running():
-                    self._why_not = ""
+                    self._refusal = ""
                     tried.set()
                     await left.wait()
                     return
@@ -414,11 +414,11 @@ class OpensLater(StoreWrapper):
                     _log.warning(
                         "%s cannot be opened and is not used until it can: %s", self.url, error
                     )
-                self._why_not = str(error)
+                self._refusal = str(error)
                 tried.set()
             await asyncio.sleep(_RETRY_S)
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        if self._why_not:
-            raise StoreUnavailableError(self._why_not)
+        if self._refusal:
+            raise StoreUnavailableError(self._refusal)
         return await ask(self.inner)

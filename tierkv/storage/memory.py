@@ -67,7 +67,7 @@ class MemoryStore(BaseStore):
         self._clock = clock
         self._values: dict[str, _Value] = {}
         self._num_bytes = 0
-        self._none_ends_before = math.inf  # Unix seconds
+        self._none_expires_before = math.inf  # Unix seconds
         self._is_open = False
         self._hub = Hub()
 
@@ -144,7 +144,7 @@ class MemoryStore(BaseStore):
         touched = 0
         for name in names:
             if (value := self._live(name)) is not None:
-                self._values[name] = replace(value, expires_at=self._end_in(ttl_s))
+                self._values[name] = replace(value, expires_at=self._expiry_in(ttl_s))
                 touched += 1
         return touched
 
@@ -215,7 +215,7 @@ class MemoryStore(BaseStore):
             )
         if existing is not None:
             self._forget(item.name)
-        expires_at = None if item.ttl_s is None else self._end_in(item.ttl_s)
+        expires_at = None if item.ttl_s is None else self._expiry_in(item.ttl_s)
         self._values[item.name] = _Value(b"".join(item.completed()), expires_at)
         self._num_bytes += item.num_bytes
         return PutOutcome(PutStatus.STORED)
@@ -224,14 +224,16 @@ class MemoryStore(BaseStore):
         capacity = self._settings.capacity_bytes
         if capacity is None or self._num_bytes + num_bytes <= capacity:
             return True
-        if now >= self._none_ends_before:
+        if now >= self._none_expires_before:
             for name in list(self._values):
                 self._live_at(name, now)
             ends = (value.expires_at for value in self._values.values())
-            self._none_ends_before = min((end for end in ends if end is not None), default=math.inf)
+            self._none_expires_before = min(
+                (end for end in ends if end is not None), default=math.inf
+            )
         return self._num_bytes + num_bytes <= capacity
 
-    def _end_in(self, ttl_s: float) -> float:
+    def _expiry_in(self, ttl_s: float) -> float:
         expires_at = self._clock.wall() + ttl_s
-        self._none_ends_before = min(self._none_ends_before, expires_at)
+        self._none_expires_before = min(self._none_expires_before, expires_at)
         return expires_at

@@ -104,7 +104,7 @@ class MooncakeValues:
         self._max_pieces = settings.max_pieces
         self._package = _load_package()
         try:
-            _ask_whether_it_lives(address, settings.connect_timeout_s)
+            _check_master_answers(address, settings.connect_timeout_s)
         except OSError as error:
             why = why_unreachable(error)
             raise StoreUnavailableError(f"{url} cannot be reached {why}") from error
@@ -449,7 +449,7 @@ def pointer(view: Buffer) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
-def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
+def _check_master_answers(address: tuple[str, int], timeout_s: float) -> None:
     """Check that the master answers, before Mooncake's client connects to it."""
     # The client would retry for minutes, and with a frozen master its `setup` stops all Python
     # threads for 4 s.

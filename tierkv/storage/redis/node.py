@@ -41,8 +41,8 @@ from tierkv.storage.redis.control import (
     conversation,
 )
 from tierkv.storage.redis.pool import (
-    READING_AWAY_BYTES,
     READING_BYTES,
+    READING_REMOTE_BYTES,
     WRITING_BYTES,
     ConnectionPool,
     Locator,
@@ -294,22 +294,22 @@ class RedisNode:
         self._is_far = False  # the last count took long
         questions, long_values = Turn(), settings.write_connections * WRITING_BYTES
 
-        def pool(count: int, turn: Turn, home_bytes: int, away_bytes: int) -> ConnectionPool:
-            window = Window(home_bytes=home_bytes, away_bytes=away_bytes)
+        def pool(count: int, turn: Turn, local_bytes: int, remote_bytes: int) -> ConnectionPool:
+            window = Window(local_bytes=local_bytes, remote_bytes=remote_bytes)
             return ConnectionPool(
                 locator, access, turn=turn, window=window, num_connections=count, url=url
             )
 
         self.pools = {
             Purpose.READ: pool(
-                settings.num_connections, questions, READING_BYTES, READING_AWAY_BYTES
+                settings.num_connections, questions, READING_BYTES, READING_REMOTE_BYTES
             ),
             # Writes have their own turn, so they never delay questions. To another machine, each
             # connection may have a long value in flight.
             Purpose.WRITE: pool(
                 settings.write_connections, access.turn, WRITING_BYTES, long_values
             ),
-            Purpose.QUESTION: pool(1, questions, READING_BYTES, READING_AWAY_BYTES),
+            Purpose.QUESTION: pool(1, questions, READING_BYTES, READING_REMOTE_BYTES),
         }
 
     @asynccontextmanager

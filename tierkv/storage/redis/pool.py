@@ -40,7 +40,7 @@ _MAX_RETRIES = 3
 # fast.
 READING_BYTES = 1 << 20
 WRITING_BYTES = 512 << 10
-READING_AWAY_BYTES = 3 << 20
+READING_REMOTE_BYTES = 3 << 20
 _BEGUN_FIRST = 4  # requests of a batch that are sent before the rest is made
 _MAX_WAITING = 16_384  # with so many queued requests, no further batch is accepted
 # Seconds for which a task that cannot connect leaves all requests to tasks with a connection.
@@ -215,7 +215,7 @@ class ConnectionPool:
                     try:
                         wire = await self._connect()
                     except StoreUnavailableError as error:
-                        if self._serves():
+                        if self._has_working_connection():
                             self._put_back([request])
                             await asyncio.sleep(_WITHOUT_S)
                         else:
@@ -232,7 +232,7 @@ class ConnectionPool:
                 if self.num_connections > 1:
                     await asyncio.sleep(0)  # let other tasks take requests, too
                 await wire.until_room()
-                if wire.is_lost and not wire.has_answered and self._serves():
+                if wire.is_lost and not wire.has_answered and self._has_working_connection():
                     await asyncio.sleep(_WITHOUT_S)
         finally:
             if wire is not None:
@@ -281,7 +281,7 @@ class ConnectionPool:
         # The comment at READING_BYTES says why a busy connection may get a second long write.
         if not (self._waiting and wire.is_ready and wire.has_room and self._turn.left > 0):
             return False
-        return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
+        return wire.is_idle or (self._window.is_local and self._waiting[0].is_long_write)
 
     def _pop(self) -> WireRequest | None:
         """Pop the oldest request that still waits; None if none does or the window is full."""
@@ -369,7 +369,7 @@ class ConnectionPool:
         """
         reason = f"{self._url} {failure.reason}"
         may_retry = failure.is_over and self._is_open
-        serves = may_retry and failure.is_new and self._serves()
+        serves = may_retry and failure.is_new and self._has_working_connection()
         again: list[WireRequest] = []
         lost: list[WireRequest] = []
         for request in requests:
@@ -389,7 +389,7 @@ class ConnectionPool:
             self._waiting.appendleft(request)
         self._wake_one()
 
-    def _serves(self) -> bool:
+    def _has_working_connection(self) -> bool:
         """Return True if the server has answered on a connection that is still open."""
         return any(wire.has_answered and not wire.is_lost for wire in self._wires)
 

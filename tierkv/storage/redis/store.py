@@ -163,7 +163,7 @@ class RedisStore(BaseStore):
         return self._clock.wall()
 
     def notifier(self) -> Notifier:
-        return RedisNotifier(self._connect_to_hear, self._publish_hint, url=self.url)
+        return RedisNotifier(self._connect_for_messages, self._publish_hint, url=self.url)
 
     @property
     def url(self) -> str:
@@ -324,13 +324,13 @@ class RedisStore(BaseStore):
             wanted = limit - len(values)
             position, found, moving = await node.list(address, prefix, position, wanted)
             values |= found
-            values |= await self._found_on_their_way(moving)
+            values |= await self._moving_values(moving)
             if position == 0:
                 passed.append(left.pop(0))
         after = None if not left else ".".join(map(str, [position, *passed, left[0]]))
         return ListPage(tuple(values.values()), after)
 
-    async def _found_on_their_way(self, names: Sequence[str]) -> dict[str, StoredValue]:
+    async def _moving_values(self, names: Sequence[str]) -> dict[str, StoredValue]:
         """Return size and expiry of values that are moving between servers, by name."""
         calls = [
             KeyCommand(name, partial(question, verb, name))
@@ -355,7 +355,7 @@ class RedisStore(BaseStore):
         # node does not lose all hints.
         await random.choice(self._opened().nodes()).ask("PUBLISH", topic, message)
 
-    async def _connect_to_hear(self) -> RedisConnection:
+    async def _connect_for_messages(self) -> RedisConnection:
         """Return an open connection to any server that answers; each receives every message."""
         failure: Exception = StoreUnavailableError(f"{self.url} has no server that can be reached")
         nodes = list(self._opened().nodes())

@@ -80,7 +80,7 @@ class Pipe(Protocol):
     def fd(self) -> int: ...
 
     @property
-    def is_at_home(self) -> bool:
+    def is_local(self) -> bool:
         """True if the peer is known to be on this machine."""
 
     @property
@@ -115,7 +115,7 @@ class PlainPipe:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self.fd = sock.fileno()
-        self.is_at_home = _is_at_home(sock)
+        self.is_local = _is_local(sock)
 
     def read(self, into: Sequence[memoryview]) -> int:
         if len(into) == 1:
@@ -140,7 +140,7 @@ class TlsPipe:
         self._socket = sock
         self.fd = sock.fileno()
         # Encryption takes longer than cache misses, so the cache does not limit values in flight.
-        self.is_at_home = False
+        self.is_local = False
         self._begun: memoryview | None = None
 
     @property
@@ -240,7 +240,7 @@ async def _connected(socket_path: str) -> socket.socket:
     return sock
 
 
-def _is_at_home(sock: socket.socket) -> bool:
+def _is_local(sock: socket.socket) -> bool:
     """Return True if `sock` is a TCP connection within this machine."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return False
@@ -411,22 +411,22 @@ class Window:
     values of any size may always be in flight, so that the server need not wait for the next one.
 
     Args:
-        home_bytes: limit for a server on this machine: with this many bytes in flight, no further
+        local_bytes: limit for a server on this machine: with this many bytes in flight, no further
             value is sent or requested. More bytes would not fit into the processor's cache.
-        away_bytes: the same limit for a server on another machine. It is higher because the next
+        remote_bytes: the same limit for a server on another machine. It is higher because the next
             value takes longer to arrive.
     """
 
-    def __init__(self, *, home_bytes: int, away_bytes: int) -> None:
-        self._home_bytes = home_bytes
-        self._away_bytes = away_bytes
+    def __init__(self, *, local_bytes: int, remote_bytes: int) -> None:
+        self._local_bytes = local_bytes
+        self._remote_bytes = remote_bytes
         self._num_bytes = 0
         self._num_values = 0
-        self.is_at_home = False  # set when a connection is made
+        self.is_local = False  # set when a connection is made
 
     @property
     def has_room(self) -> bool:
-        most = self._home_bytes if self.is_at_home else self._away_bytes
+        most = self._local_bytes if self.is_local else self._remote_bytes
         return self._num_bytes < most or self._num_values < _MIN_VALUES
 
     def began(self, num_bytes: int) -> None:
@@ -572,7 +572,7 @@ class Wire:
         self._reads_on: asyncio.Handle | None = None
         self._loop.add_reader(pipe.fd, self._read)
         stats.connections += 1
-        window.is_at_home = pipe.is_at_home
+        window.is_local = pipe.is_local
 
     def submit(self, request: WireRequest, *, since: float) -> None:
         """Queue `request` behind the requests submitted before. Call `send` to start sending.
