@@ -679,7 +679,7 @@ class Ahead:
 
     Args:
         prompt: the claimed prompt.
-        bring: fetches a prompt that consists of the first blocks, and returns True if all of them
+        bring: fetches a prompt that consists of leading blocks, and returns True if all of them
             arrived.
     """
 
@@ -691,7 +691,7 @@ class Ahead:
         self._came = asyncio.Event()
 
     def ready(self, num_blocks: int | None) -> None:
-        """Record how many first blocks of the prompt are in storage.
+        """Record how many leading blocks of the prompt are in storage.
 
         Args:
             num_blocks: number of blocks, counted from the prompt's start; None to try all blocks
@@ -749,7 +749,7 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
         budget: the time that the claim may wait for a silent or slow store, from `claim_budget`.
         deadline_s: seconds after which the wait ends in any case.
         estimator: measures the answering time of the store.
-        bring: fetches a prompt that consists of the first blocks, and returns True if all of them
+        bring: fetches a prompt that consists of leading blocks, and returns True if all of them
             arrived.
         near: the connection to the prefill node that computes the prompt.
 

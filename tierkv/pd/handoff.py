@@ -538,9 +538,9 @@ class Handoff:
     async def _store_rest(
         self, blocks: PromptBlocks, known: int | None, after: Sequence[Event]
     ) -> int:
-        """Store the blocks that storage lacks; return the number of first blocks that it had.
+        """Store the blocks that storage lacks; return the number of leading blocks it had before.
 
-        `known` is the number of first blocks that storage is expected to have; None if that is
+        `known` is the number of leading blocks that storage is expected to have; None if that is
         unknown.
         """
         stop = len(blocks.keys)
@@ -566,7 +566,7 @@ class Handoff:
         return await self._storage.count_present(keys)
 
     async def find_stored(self, blocks: PromptBlocks, stop: int) -> int:
-        """Ask storage how many first blocks of a prompt it has, and record the answer in the index.
+        """Ask storage how many leading blocks of a prompt are stored, and record that in the index.
 
         Args:
             blocks: the prompt's blocks.
@@ -643,7 +643,7 @@ class Handoff:
 
 
 def _end_in_index(blocks: PromptBlocks, stop: int) -> int:
-    """Return the number of first blocks that the prompt's lease covers, at most `stop`.
+    """Return the number of leading blocks that the prompt's lease covers, at most `stop`.
 
     The tail does not count, because the index may have a full block in its place.
     """
@@ -828,8 +828,8 @@ class PublishStream:
     async def _store_ahead(self) -> tuple[int, int | None]:
         """Store full blocks as they are computed, until `finish` or `fail`.
 
-        Return the number of first blocks that storage had before, and the number that it has now.
-        The second is None if the store failed.
+        Return the number of leading blocks that storage had before, and the number that storage has
+        now. The second is None if the store failed.
         """
         handoff, most = self._handoff, self._blocks.prompt.num_blocks
         present, ready = 0, None
