@@ -523,7 +523,7 @@ class Room:
         """Evict a share of the values after the disk refused a value that seemed to fit.
 
         The disk may have no inodes left, or a quota. If `min_free_bytes` is 0, nothing is evicted,
-        because the disk may then be used until it refuses.
+        because the values may then fill the disk completely.
 
         Args:
             num_bytes: size of the refused value.

@@ -216,9 +216,13 @@ class LayeredStore(StoreWrapper):
         return max(num_there, num_far)
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        """Remove the copies that the last reads returned; return True for each name.
+        """Remove the copies that the last reads of `names` returned, because they are damaged.
 
-        The store that did not return the damaged copy may have another one.
+        Returns:
+            True for each name: the other store may have an undamaged copy.
+
+        Raises:
+            StoreUnavailableError: the far store does not answer; some copies may not be removed.
         """
         check_names(names)
         self._copies.forget(names)

@@ -51,9 +51,10 @@ _LATE_S = 0.2
 
 
 async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
-    """Call `attach` when a node starts, again and again for _START_S seconds if the store is slow.
+    """Call `attach` until it succeeds, for up to _START_S seconds, when a node starts.
 
-    An error within _LATE_S seconds counts as a refusal, after which `attach` is not called again.
+    The call is repeated only if the store was slow: an error within _LATE_S seconds counts as a
+    refusal, and is raised.
 
     Raises:
         StoreUnavailableError: the store refuses, or has not answered in time.
@@ -427,7 +428,7 @@ class Places:
 
 
 def _joined(answers: Sequence[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
-    """Return one answer per item, in the order of the items, from a result of `_answers`."""
+    """Merge the answers of several stores into one list, in the order of the items."""
     by_index = {i: one for at, some in answers for i, one in zip(at, some, strict=True)}
     return [by_index[i] for i in range(len(by_index))]
 

@@ -329,9 +329,9 @@ class GetItem:
     Attributes:
         into: writable, C-contiguous buffers. A value that is longer than all of them together has
             the outcome DAMAGED.
-        digest: returns a new `Digest`, or None for no digest; called at most once per read. A store
-            may pass the value's bytes to the digest as they arrive, so that the caller need not
-            read them again. None for no digest.
+        digest: function that returns a new `Digest`; called at most once per read. A store may pass
+            the value's bytes to the digest as they arrive, so that the caller need not read them
+            again. The function or its result may be None, for no digest.
 
     Raises:
         BadRequestError: stores do not accept the name.

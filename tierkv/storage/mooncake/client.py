@@ -86,15 +86,16 @@ class MooncakeClient(Protocol):
         all_sizes: list[list[int]],
         config: Config,
     ) -> list[int]:
-        """Write each value that does not exist from its buffers.
-
-        Return 0 or an error number for each.
+        """Write values from their buffers, and leave existing values as they are.
 
         Args:
             keys: names of the values.
             all_buffer_ptrs: addresses of the buffers of each value.
             all_sizes: bytes of these buffers.
             config: options for storing the values.
+
+        Returns:
+            For each value, 0 or an error number.
         """
 
     def put(self, key: str, value: bytes, config: Config) -> int:

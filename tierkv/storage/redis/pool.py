@@ -115,7 +115,7 @@ class RedisAccess:
 
 
 class ConnectionPool:
-    """A fixed number of connections to one server, opened when first needed and after a failure.
+    """A fixed number of connections to one server, opened when needed and again after a failure.
 
     If the server does not answer in time on one connection, the requests of that connection and all
     queued requests fail. If the server closes a connection, the requests of that connection are

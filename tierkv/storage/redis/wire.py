@@ -369,7 +369,7 @@ class WireRequest:
         return self.into is None and self.bulk_bytes > _LONG_BYTES
 
     def make_ready(self) -> None:
-        """Call `complete`, which fills in missing bytes of `pieces`, at most once."""
+        """Fill in the missing bytes of `pieces` with `complete`; further calls do nothing."""
         if self.complete is not None:
             self.complete()
             self.complete = None
