@@ -886,7 +886,6 @@ class _Moves:
     def load(
         self, tokens: npt.NDArray[np.int64], have: int, max_tokens: int
     ) -> tuple[Found, _Load | None]:
-        """Look up the tokens after the first `have`, and start loading the cached ones."""
         self.hurry()
         return self._ask(self._start_load, tokens, have, max_tokens).result()
 
@@ -1293,7 +1292,6 @@ def _device_of(device: torch.device) -> Device:
 
 
 def _stream_of(device: torch.device) -> int:
-    """Return the handle of the CUDA stream on which PyTorch computes now; 0 on a CPU."""
     return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
 
 
@@ -1338,7 +1336,6 @@ def _hooks_of(model: PreTrainedModel) -> list[int]:
 
 
 def _adapter_layers(model: PreTrainedModel) -> dict[str, Any]:
-    """Return, by name, the layers into which PEFT has put adapters."""
     # The property is looked up on the class: a lookup on a module without it takes 5 us.
     return {
         name: one
@@ -1420,7 +1417,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 def _num_common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
-    """Return the number of leading tokens that are equal in both texts."""
     length = min(len(left), len(right))
     other = np.flatnonzero(left[:length] != right[:length])
     return int(other[0]) if len(other) else length

@@ -1007,7 +1007,6 @@ class _SchedulerSide:
     # Copies of a step
 
     def plan(self, step: SchedulerOutput) -> StepPlans:
-        """Return the plans of this step: loads, saves, and waits for earlier saves."""
         self._step += 1
         computes_much = step.total_num_scheduled_tokens > _MUCH
         self._is_turn = computes_much or self._step % _SAVES_EVERY == 0
@@ -1289,7 +1288,6 @@ class _SchedulerSide:
         return names
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Yield vLLM's KV events for the blocks that were saved or evicted since the last call."""
         for event in self.cache.read_events() if self._publishes_events else ():
             ours = [name for name in event.external_ids if isinstance(name, bytes)]
             if not ours:
@@ -1423,7 +1421,6 @@ class _SchedulerSide:
         return bool(num_tokens) and (not is_saved or bool(tracked.request.session_id))
 
     def _num_to_save(self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> int:
-        """Return how many leading tokens of an ended request are to be saved."""
         request = tracked.request
         # The last token was sampled, and its KV is not computed. A running step writes only later
         # tokens, and this plan is sent after that step.
@@ -1501,7 +1498,6 @@ class _SchedulerSide:
 
 
 def _packed(tokens: list[int]) -> bytes:
-    """Return token ids as bytes, 4 each."""
     # NumPy would release the GIL, and wait for another thread to give it back.
     packed = array("I")
     packed.fromlist(tokens)

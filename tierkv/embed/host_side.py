@@ -1275,7 +1275,6 @@ class HostSide:
         return wrong
 
     def _host_digests(self) -> set[bytes]:
-        """Return the keys of all whole blocks that the index has on the host."""
         index, found = self._service.index, set[bytes]()
         for node in index.spaces.nodes():
             if not node.is_tail:

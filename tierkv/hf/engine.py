@@ -317,7 +317,6 @@ def _choice(run: ModelRun) -> TokenChoice:
 
 
 def _tensor(array: object) -> torch.Tensor:
-    """Return a tensor that shares the memory of a NumPy or CuPy array."""
     found: torch.Tensor = (
         torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
     )

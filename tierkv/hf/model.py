@@ -272,7 +272,6 @@ class PagedModel:
 
 
 def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Return the tokens that end a text, from the generation config or the model's config."""
     for config in (model.generation_config, model.config):
         found = getattr(config, "eos_token_id", None)
         if found is not None:
