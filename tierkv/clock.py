@@ -33,8 +33,8 @@ class StoreClock:
     """The clock of a store, on which all nodes of the store agree.
 
     Until the store has answered, `wall` returns this machine's wall clock. From then on, it returns
-    the store's time, advanced by this machine's monotonic clock. Setting this machine's wall clock
-    has no effect on it.
+    the store's time, advanced by this machine's monotonic clock, so setting this machine's wall
+    clock changes nothing.
 
     Args:
         ours: this machine's clocks.

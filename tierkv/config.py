@@ -95,8 +95,8 @@ def load_traced(
             environment; its tables are ignored. None if there is no other program.
 
     Returns:
-        The settings, and a dict from the name "table.key" of each setting that has no default value
-            to its source: the path of the file, the name of the variable, or "option".
+        The settings, and the sources by name "table.key": the path of the file, the name of the
+            variable, or "option". Settings that keep their default have no source.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value has a wrong type.
@@ -287,7 +287,7 @@ def names_in(kind: object, prefix: str = "") -> list[str]:
 def suggestion(unknown: str, known: Sequence[str]) -> str:
     """Return the end of an error sentence that suggests a known name for an unknown one.
 
-    Known names with the same key in another table come first, then the most similar name.
+    A known name with the same key in another table is suggested rather than a similar name.
 
     Args:
         unknown: the unknown name, as "table.key".

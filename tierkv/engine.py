@@ -282,7 +282,7 @@ class EngineStats:
         generated_tokens: tokens that the engine chose.
         computed_tokens: tokens whose KV the model computed, of prompts and answers.
         failed_loads: times that cached tokens had to be computed because they could not be loaded.
-        preemptions: times that a request lost its blocks to other requests until it was resumed.
+        preemptions: times that a running request gave its blocks up, because no more were free.
     """
 
     generated_tokens: int = 0
@@ -295,8 +295,8 @@ class NodeEngine(Protocol):
     """An engine that computes for a node.
 
     Enter `running()` after the service's own, and call the other methods within it. Every method
-    may be cancelled. It then ends only after the request's blocks are used by no kernel and are
-    released.
+    may be cancelled. A cancelled call ends only after no kernel uses the request's blocks any more
+    and the blocks are released.
     """
 
     @property
@@ -370,10 +370,7 @@ class NodeEngine(Protocol):
 
 
 class EngineSpec(Protocol):
-    """The description of an engine, from which a node builds its service.
-
-    `open` makes the engine.
-    """
+    """The description of an engine, from which a node builds its service and makes the engine."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...

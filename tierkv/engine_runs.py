@@ -57,8 +57,7 @@ class ModelRun:
         job: the request.
         prompt: token ids of the prompt, int32.
         tokens: tokens of the answer so far, including those that came with a ticket.
-        num_fed: number of tokens of the prompt and the answer, from the start, whose KV is cached
-            or computed.
+        num_fed: number of leading tokens of prompt and answer whose KV is cached or computed.
         room: number of tokens for which the request has blocks.
         cached_tokens: number of prompt tokens that were cached at the admission.
         is_loaded: True once the engine has waited for the loads of cached tokens in all layers.
@@ -67,8 +66,8 @@ class ModelRun:
         end_tokens: tokens that end the answer; empty if the job ignores them.
         call_s: seconds that the last call of the model took; None if the call waited for loads.
         chosen_logprobs: log probabilities of the token that the last call chose; None for none.
-        started, admitted, first_token: times of the call, of the admission and of the first
-            computed token, in seconds of `time.monotonic()`; `first_token` is None before that.
+        started, admitted: times of the call and of the admission, in seconds of `time.monotonic()`.
+        first_token: time of the first computed token on the same clock; None before that.
 
     Args:
         session: the session of the request.
@@ -97,36 +96,36 @@ class ModelRun:
         self.chosen_logprobs: TokenLogprobs | None = None
         self._logprobs: list[TokenLogprobs | None] = []
         self._text = self._new_text()
-        self._given: tuple[int, ...] = ()
+        self._earlier_tokens: tuple[int, ...] = ()
 
     def begin(self) -> None:
         """Continue after the cached tokens of the request.
 
         Call this after the admission, and after a recovery, which gives the request new blocks.
         """
-        self._place()
-        self.tokens = list(self._given)
-        self._logprobs = [*self._logprobs[: len(self._given)]]
-        self._read_given()
+        self._start_after_cached()
+        self.tokens = list(self._earlier_tokens)
+        self._logprobs = [*self._logprobs[: len(self._earlier_tokens)]]
+        self._search_earlier_tokens()
         self.admitted = time.monotonic()
         self.matched = self.session.request.matched
         self.cached_tokens = min(self.num_fed, len(self.prompt))
 
     def go_on_from(self, first_tokens: Sequence[int]) -> None:
         """Continue after `first_tokens` of the answer, which the prefill node generated."""
-        self._given = tuple(first_tokens)
+        self._earlier_tokens = tuple(first_tokens)
         self.tokens = list(first_tokens)
         self._logprobs = [None] * len(first_tokens)
-        self._read_given()
+        self._search_earlier_tokens()
         self.report()
 
     def resume(self) -> None:
         """Continue after a preemption: compute again the tokens that are no longer cached."""
-        self._given = tuple(self.tokens)
+        self._earlier_tokens = tuple(self.tokens)
         self.may_recover = True
-        self._place()
+        self._start_after_cached()
 
-    def _place(self) -> None:
+    def _start_after_cached(self) -> None:
         request = self.session.request
         self.num_fed = request.cached_tokens
         self.room = len(request.block_table) * request.spec.prompt.block_size
@@ -142,11 +141,11 @@ class ModelRun:
             min_tokens=job.min_tokens,
         )
 
-    def _read_given(self) -> None:
+    def _search_earlier_tokens(self) -> None:
         """Search the tokens that were generated before this run for stop texts."""
         if self.job.stops:
             self._text = self._new_text()
-            for token in self._given:
+            for token in self._earlier_tokens:
                 self._text.feed(token)
 
     @property
@@ -249,13 +248,11 @@ def logprobs_of(logits: npt.NDArray[np.float32], token: int, num_top: int) -> To
 
 
 class SessionEngine(ABC):
-    """Base class of engines: generate, prefill and decode as in `NodeEngine`.
-
-    A subclass has the model.
+    """Base class of engines: has all methods of `NodeEngine`, and a subclass adds the model.
 
     Enter `running()` after the service's own, and call the other methods within it. Every method
-    may be cancelled. It then ends only after the model no longer uses the request's blocks and they
-    are released.
+    may be cancelled. A cancelled call ends only after the model no longer uses the request's blocks
+    and the blocks are released.
 
     Args:
         service: the service of the node.
@@ -418,10 +415,7 @@ class SessionEngine(ABC):
         self.check(job)
 
     async def _or_recovered(self, run: ModelRun, compute: Callable[[], Awaitable[None]]) -> None:
-        """Run `compute`.
-
-        If cached tokens cannot be loaded, recover the request and run it again.
-        """
+        """Run `compute`; after a failed load, recover the request and run `compute` again."""
         while True:
             try:
                 await compute()
@@ -502,10 +496,7 @@ class SessionEngine(ABC):
         run.session.end(after=self._computed(), reason=reason)
 
     def _computed(self) -> tuple[Event, ...]:
-        """Return an event at the end of all kernels submitted so far.
-
-        () if the device has failed.
-        """
+        """Return the event after all submitted kernels; () if the device has failed."""
         try:
             return (self._service.device.compute_stream.record(),)
         except DeviceFailedError:

@@ -38,7 +38,7 @@ class KvHints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Action(Protocol):
-    """An action, of tierkv's, vLLM's or SGLang's own type."""
+    """An action of an envelope, as a type of tierkv, vLLM or SGLang."""
 
     @property
     def action_type(self) -> str: ...
@@ -48,7 +48,7 @@ class Action(Protocol):
 
 
 class Envelope(Protocol):
-    """An envelope, of tierkv's, vLLM's or SGLang's own type."""
+    """An envelope, as a type of tierkv, vLLM or SGLang."""
 
     @property
     def protocol_version(self) -> str: ...

@@ -79,7 +79,7 @@ class LoopThread:
         self._is_forked = False
 
     def open(self, timeout_s: float) -> bool:
-        """Start the thread, and wait until it has entered its lifetime.
+        """Start the thread, and wait until it has entered the context manager of `lifetime`.
 
         Args:
             timeout_s: seconds to wait. If they pass, the thread begins to close.
@@ -89,7 +89,7 @@ class LoopThread:
 
         Raises:
             ConfigError: the thread was opened before, or the system cannot start another thread.
-            BaseException: the error that the lifetime raised when it was entered.
+            BaseException: the error that the context manager raised when it was entered.
         """
         if self._thread is not None:
             raise ConfigError(
@@ -106,9 +106,9 @@ class LoopThread:
         return True
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Refuse further work, wait for running work, and exit the lifetime.
+        """Refuse further work, wait for running work, and exit the context manager of `lifetime`.
 
-        Further calls wait again.
+        The method may be called again, for example to wait longer.
 
         Args:
             timeout_s: seconds to wait; None for the `close_s` of this thread.
@@ -146,7 +146,7 @@ class LoopThread:
         """Make the loop run `callback` soon, and return at once.
 
         Returns:
-            False if the loop does not run, so that `callback` is never called.
+            True if the loop accepted `callback`; False if the loop does not run.
         """
         loop = self._loop
         if loop is None:

@@ -23,7 +23,7 @@ class _Encoded(Protocol):
 
 
 class _Vocabulary(Protocol):
-    """The methods used of the class `Tokenizer` in the package `tokenizers`."""
+    """The methods of `tokenizers.Tokenizer` that this module calls."""
 
     def encode(self, sequence: str, *, add_special_tokens: bool) -> _Encoded: ...
 
@@ -261,11 +261,11 @@ class ModelTokenizer:
 
     def decoder(self, before: bytes) -> TextDecoder:
         known = unpack(before[-4 * _CONTEXT_TOKENS :]).tolist()
-        return _Pieces(self, known, len(known))
+        return _WindowDecoder(self, known, len(known))
 
 
 @dataclass(slots=True)
-class _Pieces:
+class _WindowDecoder:
     """A `TextDecoder` that decodes each token together with the tokens before it.
 
     Attributes:

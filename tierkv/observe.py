@@ -41,9 +41,9 @@ class Stats(msgspec.Struct, frozen=True):
         storage: totals of the storage tier; None if there is none.
         loaded_bytes: total bytes copied from host to device.
         offloaded_bytes: total bytes copied from device to host.
-        load_layers: arrival times of the layers of loads.
+        load_layers: times after which each layer of a load was on the device.
         handoff: totals of published and claimed prompts.
-        decisions: totals of missing blocks by the way they were obtained.
+        decisions: totals of missing blocks, by the way in which they were obtained.
     """
 
     device: PoolStats
@@ -220,10 +220,7 @@ class Timelines:
                 span.run(tracing.record, "load", timeline.moments[Moment.ADMITTED], bytes=num_bytes)
 
     def since(self, version: int) -> list[Timeline]:
-        """Return the records that changed after `version`, a former `self.version`.
-
-        Oldest request first.
-        """
+        """Return the records that changed after version `version`, the oldest request first."""
         return [one for one in self._kept if one.version > version]
 
     def find(self, number: int) -> Timeline | None:
@@ -231,20 +228,19 @@ class Timelines:
 
 
 class Prefix(msgspec.Struct, array_like=True):
-    """A run (consecutive blocks of one path in the tree of cached blocks), with totals below it.
+    """A run (consecutive blocks of one path in the tree of cached blocks), and its counts.
 
     Attributes:
-        parent: position of the run before it in the list that `prefixes` returns; -1 for the first
-            run of a space.
+        parent: position of its parent run in the list that `prefixes` returns; -1 if it has none.
         space: name of its space (the part of the index for one fingerprint).
         depth: number of runs above it.
-        start: index in the prompt of the run's first block.
-        blocks: number of blocks of the run itself.
+        start: index of its first block within a prompt.
+        blocks: number of its blocks.
         device: number of its blocks on the device.
         host: number of its blocks on the host but not on the device.
         stored: number of its blocks that were written to storage.
-        hits: number of requests that have reused the run.
-        is_held: True if a lease protects the run or a run below it.
+        hits: number of requests that have reused it.
+        is_held: True if a lease protects it or a run below it.
         total: number of blocks of the run and of all runs below it.
     """
 

@@ -96,9 +96,9 @@ class _Aside:
             return self._pool
 
     def forget(self) -> None:
-        """Forget the threads, which do not exist in the child of a fork.
+        """Start new threads at the next use.
 
-        The next use starts new ones.
+        Called in the child of a fork, which has no threads.
         """
         self._pool, self._lock = None, threading.Lock()  # the old lock may be held for ever
 

@@ -16,10 +16,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class TextDecoder(Protocol):
-    """A decoder of tokens that arrive one at a time.
-
-    The pieces it returns, joined, are the text.
-    """
+    """A decoder of tokens that arrive one at a time. The joined pieces are the whole text."""
 
     def feed(self, token: int) -> str:
         """Return the text that `token` completes; "" while a character is incomplete."""
@@ -143,7 +140,7 @@ class StopFinder:
         return held
 
     def _longest_start(self) -> int:
-        """Return the length of the longest end of `_held` that begins a stop text."""
+        """Return the length of the longest suffix of `_held` with which a stop text begins."""
         return max(
             (
                 length
@@ -167,7 +164,8 @@ class AnswerDecoder:
         num_answered: number of tokens at the end of `before` that belong to the answer. Their text
             is not returned again, except an incomplete character.
         stops: texts that end the answer and are not part of it; none may be empty.
-        min_tokens: number of first tokens of the answer in which no stop text is searched.
+        min_tokens: number of tokens at the start of the answer that are not searched for stop
+            texts.
     """
 
     def __init__(
@@ -191,10 +189,7 @@ class AnswerDecoder:
         return self._finder.has_stopped
 
     def feed(self, token: int) -> str:
-        """Return the text that `token` completes.
-
-        Text that may begin a stop text is returned later.
-        """
+        """Return the text that `token` completes, except text that may begin a stop text."""
         text = self._decoder.feed(token)
         self._num_unstoppable -= 1
         return text if self._num_unstoppable >= 0 else self._finder.feed(text)

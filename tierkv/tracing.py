@@ -114,9 +114,7 @@ def span(name: str, **about: Value) -> AbstractContextManager[Any]:
 
 @contextmanager
 def serving(name: str, headers: Mapping[str, str]) -> Iterator[Any]:
-    """Trace the body as a span that answers an HTTP request.
-
-    The parent is the caller's span, if any.
+    """Trace the body as a span that answers an HTTP request, a child of the caller's span if any.
 
     Args:
         name: name of the span.
@@ -161,13 +159,13 @@ def here() -> str:
 
 
 def adopt(parent: str) -> None:
-    """Make later spans of this task children of the span that wrote a ticket.
+    """Make later spans of this task children of the span `parent`, which a ticket names.
 
-    The current span gets a link to that span. Nothing changes if the HTTP caller has named a span
-    of its own, because the trace of the caller then contains both nodes.
+    The current span gets a link to `parent`. Nothing changes if the HTTP caller has named a span,
+    because the caller's trace then contains both nodes.
 
     Args:
-        parent: `traceparent` of the span, from the ticket; "" for none.
+        parent: the `traceparent` of the span; "" for none.
     """
     if _tracer is None or not parent or _has_caller.get():
         return

@@ -47,7 +47,7 @@ class _InterruptedError(_Failure):
 
 
 @contextmanager
-def _in_a_sentence() -> Iterator[None]:
+def _errors_in_one_sentence() -> Iterator[None]:
     """Print each expected error of the body as one sentence on stderr, and exit with its code."""
     try:
         yield
@@ -96,19 +96,17 @@ class _Commands(click.Group):
     }
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:  # noqa: ANN401 - click's
-        """See `click.Command.make_context`; expected errors become one sentence."""
-        with _in_a_sentence():
+        with _errors_in_one_sentence():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> object:
-        with _in_a_sentence():
+        with _errors_in_one_sentence():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's
         return sorted(self.later)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """See `click.Group.get_command`; imports the command's module."""
         if cmd_name not in self.later:
             return super().get_command(ctx, cmd_name)
         module, _ = self.later[cmd_name]
@@ -121,10 +119,7 @@ class _Commands(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """See `click.Group.format_commands`.
-
-        Uses the lines in `later`, without importing commands.
-        """
+        # Not Click's own method, which would import all commands.
         with formatter.section("Commands"):
             formatter.write_dl([(name, self.later[name][1]) for name in self.list_commands(ctx)])
 

@@ -140,7 +140,7 @@ def stats(*, node: Target, as_json: bool) -> None:
 def verify(*, node: Target, as_json: bool) -> None:
     """Check a node's blocks and leases for consistency.
 
-    Exits with 1 if there is a fault.
+    The command exits with 1 if there is a fault.
     """
     answer = node.ask(AsyncClient.verify, timeout_s=LONG_S)
     _print(answer, "\n".join(answer.findings) or "no fault found", as_json=as_json)

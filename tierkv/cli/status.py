@@ -38,10 +38,10 @@ class Seen:
         version: its version of tierkv.
         health: ok, degraded, not ready, or no answer.
         detail: the reason of the health; "" for none.
-        levels: numbers of used blocks and of all blocks, by tier.
+        levels: number of used blocks and number of all blocks, by tier.
         now: numbers of running and of waiting requests.
-        totals: counts since its start.
-        parts: the state of each dependency of a node, or of each node of a gateway.
+        totals: counts since its start, by name, such as prompt tokens.
+        parts: the state of each dependency of a node, or of each node of a gateway, by name.
     """
 
     url: str
@@ -149,10 +149,10 @@ async def _of_gateway(client: AsyncClient, known: Seen) -> Seen:
 
 
 def lines(seen: Seen) -> list[tuple[str, str]]:
-    """Return the state in rows for people, each a name and a text."""
+    """Return the rows that `tierkv status` prints for a state, each a name and a text."""
     rows = [(tier, _level(*level)) for tier, level in seen.levels.items()]
-    news = {part: state for part, state in seen.parts.items() if _is_news(seen, part, state)}
-    rows += [(_short(part), state) for part, state in news.items()]
+    parts = {part: state for part, state in seen.parts.items() if _is_shown(seen, part, state)}
+    rows += [(_short(part), state) for part, state in parts.items()]
     if seen.now:
         rows.append(("requests", _and(f"{count} {state}" for state, count in seen.now.items())))
     for what, names in (_GATEWAY_ROWS if seen.role == _GATEWAY else _NODE_ROWS).items():
@@ -199,8 +199,8 @@ _GATEWAY_ROWS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def _is_news(seen: Seen, name: str, state: str) -> bool:
-    """Return True for a node of a gateway, and for storage and a part with a fault of a node."""
+def _is_shown(seen: Seen, name: str, state: str) -> bool:
+    """Return True for every node of a gateway, and for a node's storage and faulty parts."""
     return seen.role == _GATEWAY or name == "storage" or not state.startswith("ok")
 
 
@@ -251,7 +251,8 @@ def status(urls: tuple[str, ...], *, ca: Path | None, cert: Path | None, as_json
     URL is the address of a node or gateway, as for --url of `tierkv stats`. The default is
     TIERKV_URL, or http://127.0.0.1:8100. If a node requires a token, set the variable TIERKV_TOKEN.
 
-    Exits with 1 if a node or gateway is not ready or does not answer. A degraded node is ready.
+    The command exits with 1 if a node or gateway is not ready or does not answer. A degraded node
+    is ready.
     """
     found = run_until_stopped(_states(urls or (default_url(),), ca, cert))
     if as_json:

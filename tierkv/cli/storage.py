@@ -92,7 +92,7 @@ def with_each_store(url: str, work: Callable[[Store], Awaitable[T]]) -> tuple[Se
     """Run `work` with each store of a layered store, except stores in the memory of a node.
 
     Args:
-        url: URL of a store; a store that is not layered is the only one.
+        url: URL of the store. If the store is not layered, `work` runs once.
         work: the function to run with each open store.
 
     Returns:
@@ -308,7 +308,7 @@ def verify(
 
 
 def _by_name(findings: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return the reasons by name, with the reasons for all copies of a value in one text."""
+    """Return the reasons by name; several reasons for one name are joined."""
     of_each: dict[str, str] = {}
     for name, why in findings:
         of_each[name] = f"{of_each[name]}; {why}" if name in of_each else why
@@ -333,7 +333,11 @@ def rm(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Remove the values of a model and tenant, of one block, or those that expire soon."""
+    """Remove the values that --prefix and --expires-within select.
+
+    They may be those of one model and tenant, of one block, or those that expire soon. Without
+    --yes, the command only prints what it would remove.
+    """
     prefix = checked(prefix)
     if not yes:
         groups = _usage(url, prefix, is_meant).values()

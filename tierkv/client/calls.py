@@ -156,7 +156,7 @@ class Calls:
             path = path.replace("{id}", quote(name, safe=""))
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         attempt = 0
-        async with deadline(limit_s, lambda: self._late(path, limit_s)) as scope:
+        async with deadline(limit_s, lambda: self._deadline_error(path, limit_s)) as scope:
             while True:
                 attempt += 1
                 try:
@@ -192,7 +192,7 @@ class Calls:
         raw, headers = _encoded(body, EVENT_STREAM)
         limit_s = self._timeout_s
         async with AsyncExitStack() as stack:
-            async with deadline(limit_s, lambda: self._late(path, limit_s)):
+            async with deadline(limit_s, lambda: self._deadline_error(path, limit_s)):
                 response = await stack.enter_async_context(
                     self._http.opened("POST", path, raw, headers)
                 )
@@ -200,7 +200,7 @@ class Calls:
                     self._refuse(await self._http.whole(response))
             yield TokenStream(self._http.where, Events(self._http.where, response, limit_s), answer)
 
-    def _late(self, path: str, limit_s: float) -> DeadlineError:
+    def _deadline_error(self, path: str, limit_s: float) -> DeadlineError:
         return DeadlineError(f"{self._http.where} did not answer {path} within {limit_s:g} s")
 
     def _read(self, path: str, answer: type[A], reply: Reply) -> A:
@@ -218,16 +218,16 @@ class Calls:
                 f"the answer of {self._http.where} to {path} cannot be read: {error}",
                 status=reply.status,
             ) from error
-        raise self._stranger(reply)
+        raise self._not_a_node(reply)
 
     def _refuse(self, reply: Reply) -> NoReturn:
         """Raise the error that an answer with an error status contains."""
         problem = read_problem(reply.content_type, reply.raw)
         if problem is None:
-            raise self._stranger(reply)
+            raise self._not_a_node(reply)
         raise remote_error(problem, retry_after_s=_retry_after_s(reply.headers))
 
-    def _stranger(self, reply: Reply) -> CallError:
+    def _not_a_node(self, reply: Reply) -> CallError:
         return NotANodeError(
             f"the server at {self._http.where} is not a tierkv node: it answered "
             f"status {reply.status}, {reply.content_type}",

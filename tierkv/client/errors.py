@@ -28,7 +28,7 @@ class DeadlineError(CallError):
 
 
 class NotANodeError(CallError):
-    """The answer is not one of a tierkv node of this version.
+    """A server answered, but not as a tierkv node of this version does.
 
     Attributes:
         status: HTTP status of the answer.
@@ -67,10 +67,7 @@ class RemoteError(TierKVError):
 
     @property
     def code(self) -> str:
-        """The code of the error, which programs can compare.
-
-        It stays the same in later versions.
-        """
+        """The stable code of the error, which programs can compare."""
         return self.problem.code
 
     @property

@@ -79,7 +79,7 @@ def client_tls(
 
 
 def node_url(given: str) -> str:
-    """Check the URL of a node, and return it without the slash at its end.
+    """Check the URL of a node, and return it without a slash at its end.
 
     Args:
         given: A URL: http://, https:// or unix:/path.

@@ -145,9 +145,9 @@ class Events:
 class TokenStream(Generic[A]):
     """The tokens of one answer as they arrive. Iterate over it; then `answer` is set.
 
-    The end of its `async with`, also by a break, an error or a cancel, closes the connection, and
-    the node ends the work. The time that the caller spends between two tokens does not count for
-    the timeout.
+    Leaving the `async with` of the stream, also by a break, an error or a cancel, closes the
+    connection, and the node ends the work. The time that the caller spends between two tokens does
+    not count for the timeout.
 
     Args:
         where: The node's address, for error messages.

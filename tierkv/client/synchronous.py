@@ -27,7 +27,7 @@ _AHEAD = 16  # items read ahead of the caller
 
 
 @dataclass(frozen=True, slots=True)
-class _News:
+class _Message:
     """A message from the task that reads a stream to the thread that iterates over it.
 
     Attributes:
@@ -60,7 +60,7 @@ class SyncStream(Generic[A]):
         self._client = client
         self._opening = opening
         self._stream: TokenStream[A] | None = None
-        self._over: _News | None = None  # the last of the news
+        self._over: _Message | None = None  # the last message of the stream
 
     @property
     def answer(self) -> A:
@@ -75,7 +75,7 @@ class SyncStream(Generic[A]):
 
     def __enter__(self) -> Self:
         # One task reads the whole stream: a deadline must end in the task where it began.
-        self._news: asyncio.Queue[_News] = asyncio.Queue(_AHEAD)
+        self._messages: asyncio.Queue[_Message] = asyncio.Queue(_AHEAD)
         self._task = self._client.begin(self._read())
         try:
             self._next()  # waits until it is open
@@ -92,31 +92,31 @@ class SyncStream(Generic[A]):
     ) -> None:
         self._task.cancel()
         left = BrokenOffError("this stream is closed")
-        self._over = self._over or _News(error=left)
+        self._over = self._over or _Message(error=left)
 
     def __iter__(self) -> Iterator[TokensEvent]:
         """Yield the tokens as they arrive, and raise the stream's error if it fails."""
-        while not (news := self._next()).is_end:
-            assert news.item is not None, "there are no other news after the first"
-            yield news.item
+        while not (message := self._next()).is_end:
+            assert message.item is not None, "only the first message has no item"
+            yield message.item
 
-    def _next(self) -> _News:
-        news = self._over or self._client.wait_for(self._news.get())
-        if news.is_end or news.error is not None:
-            self._over = news
-        if news.error is not None:
-            raise news.error
-        return news
+    def _next(self) -> _Message:
+        message = self._over or self._client.wait_for(self._messages.get())
+        if message.is_end or message.error is not None:
+            self._over = message
+        if message.error is not None:
+            raise message.error
+        return message
 
     async def _read(self) -> None:
         try:
             async with self._opening as self._stream:
-                await self._news.put(_News())
+                await self._messages.put(_Message())
                 async for item in self._stream:
-                    await self._news.put(_News(item))
-                await self._news.put(_News(is_end=True))
+                    await self._messages.put(_Message(item))
+                await self._messages.put(_Message(is_end=True))
         except Exception as error:  # noqa: BLE001 - it is raised in the thread that reads
-            await self._news.put(_News(error=error))
+            await self._messages.put(_Message(error=error))
 
 
 def _waiting(

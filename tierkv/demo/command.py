@@ -73,13 +73,14 @@ def demo(
 
     The demo starts a prefill node and a decode node that share only storage, and a single node that
     computes everything. A prompt with a partial last block is handed over, first through storage,
-    then directly from the prefill node's memory. A follow-up turn hits the device; pressure moves
-    blocks to the host, and a turn hits the host; the decode node restarts, and a turn hits storage.
-    Then a gateway runs in front of two prefill and two decode nodes, and the decode node is killed
-    during its answer. After each scene the answer is compared with the single node's.
+    then directly from the prefill node's memory. The next turn of the conversation finds its blocks
+    on the device. Other prompts evict these blocks, and a turn finds them on the host. The decode
+    node restarts, and a turn finds its blocks in storage. Then a gateway runs in front of two
+    prefill and two decode nodes, and the decode node is killed during its answer. After each scene,
+    the answer is compared with the single node's.
 
-    Exits with 0 if every answer was identical, with 1 if an answer differed or something failed,
-    and with 2 on wrong usage. All processes are stopped at the end.
+    The command exits with 0 if every answer was identical, with 1 if an answer differed or
+    something failed, and with 2 on wrong usage. All processes are stopped at the end.
     """
     chosen, text = choose_model(model), read_prompt(prompt, prompt_file)
     if storage in ("none", "memory://"):
@@ -191,7 +192,7 @@ async def _play(
                 async for scene in Play(nodes, prompts, say).scenes():
                     scenes.append(scene)
                     say(report(scene, len(scenes), prompts.shown_characters))
-                await nodes.check_books()
+                await nodes.check_blocks()
     return scenes
 
 

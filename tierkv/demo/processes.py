@@ -305,9 +305,9 @@ class Fleet:
                 num_tokens += 1
                 if event or num_tokens < tokens_before_kill:
                     continue
-                if at_it := await self._at_it():
-                    at_it.process.kill()
-                    await at_it.process.wait()
+                if generating := await self._generating_node():
+                    generating.process.kill()
+                    await generating.process.wait()
                     event = f"the decode node was killed after {num_tokens} of {max_tokens} tokens"
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise DemoError(f"the gateway at {self._gateway.url} failed: {error}") from error
@@ -336,7 +336,7 @@ class Fleet:
                     yield choice["text"]
         raise DemoError("the gateway closed the connection before the end of its answer")
 
-    async def _at_it(self) -> NodeProcess | None:
+    async def _generating_node(self) -> NodeProcess | None:
         """Return the decode node that generates the answer now; None if there is none."""
         for url, node in self._decode.items():
             if await self._metric(f'{_RUNNING}{{node="{url}"}}'):

@@ -148,7 +148,7 @@ class ChatPrompts:
         return self._chat(self._text, answer, _CHAT_FOLLOW_UP)
 
     def unrelated(self, number: int) -> Fields:
-        """Return a prompt that begins unlike the chats, and fills the whole device."""
+        """Return a prompt that begins unlike every chat, and that fills the whole device."""
         most = device_blocks(self) * BLOCK_SIZE - 1
         start = _TURN_TOKENS + number  # the template begins all chats with the same tokens
         text = " ".join(["and", *reversed(self._text.split())])

@@ -51,8 +51,8 @@ class DemoNodes:
 
     Attributes:
         prefill: a prefill node that shares only a store with `decode`.
-        decode: a decode node.
-        single: a node that shares no store; without its cache, it computes the correct answers.
+        decode: a decode node that shares only a store with `prefill`.
+        single: a node without a shared store, which computes every answer without its cache.
         prefill_2: a prefill node that also shares its memory with `decode_2`.
         decode_2: a decode node that reads blocks from the memory of `prefill_2`.
 
@@ -122,7 +122,7 @@ class DemoNodes:
         ) as front:
             yield Fleet(front, {one.url: one for one in decode})
 
-    async def check_books(self) -> None:
+    async def check_blocks(self) -> None:
         """Check that no block or lease is lost on any running node.
 
         Raises:
@@ -150,7 +150,7 @@ class Play:
         self._prompt = prompts.first
         self._max_tokens = prompts.max_tokens
         self._say = say
-        self._truths: dict[tuple[str | bytes, int], GenerateAnswer] = {}
+        self._expected_answers: dict[tuple[str | bytes, int], GenerateAnswer] = {}
 
     async def scenes(self) -> AsyncIterator[Scene]:
         yield await self._hand_off()
@@ -180,7 +180,7 @@ class Play:
     async def _published(self, node: NodeProcess) -> tuple[DecodeBody, int]:
         """Publish the prompt at `node`.
 
-        Return the body that claims it, and its number of tail tokens.
+        Return the body of its claim, and its number of tail tokens.
         """
         ticket_id = f"demo-{uuid4().hex[:12]}"
         self._say("prefill node: reading the prompt, publishing its blocks and a ticket ...")
@@ -226,17 +226,17 @@ class Play:
             answer = await fleet.complete_and_kill(
                 given, max_tokens, tokens_before_kill=self._prompts.tokens_before_kill
             )
-            truth = await self._truth(prompt, max_tokens)
+            expected = await self._expected(prompt, max_tokens)
         return Scene(
             title="A decode node killed in the middle of an answer",
-            prompt_tokens=truth.prompt_tokens,
+            prompt_tokens=expected.prompt_tokens,
             matched=None,
             tail_tokens=0,
             moved=None,
             ttft_s=answer.first_token_s,
-            ttft_without_s=truth.time_to_first_token_s,
+            ttft_without_s=expected.time_to_first_token_s,
             text=answer.text,
-            is_identical=answer.text == truth.text,
+            is_identical=answer.text == expected.text,
             event=answer.event,
         )
 
@@ -256,7 +256,7 @@ class Play:
         where = at or self._nodes.decode
         before = await _moved(where)
         answer = await asked
-        truth = await self._truth(prompt, self._max_tokens)
+        expected = await self._expected(prompt, self._max_tokens)
         after = await _moved(where)
         self._last_text = answer.text
         return Scene(
@@ -266,19 +266,21 @@ class Play:
             tail_tokens=tail_tokens,
             moved={leg: after[leg] - before[leg] for leg in after},
             ttft_s=answer.time_to_first_token_s,
-            ttft_without_s=truth.time_to_first_token_s,
+            ttft_without_s=expected.time_to_first_token_s,
             text=answer.text,
-            is_identical=answer.tokens == truth.tokens,
+            is_identical=answer.tokens == expected.tokens,
         )
 
-    async def _truth(self, prompt: Fields, max_tokens: int) -> GenerateAnswer:
-        """Return the single node's answer, computed without cache and only once per prompt."""
+    async def _expected(self, prompt: Fields, max_tokens: int) -> GenerateAnswer:
+        """Return the answer of the single node without its cache; each prompt is computed once."""
         content = prompt["prompt"] if "prompt" in prompt else prompt["tokens"]
-        if (content, max_tokens) not in self._truths:
+        if (content, max_tokens) not in self._expected_answers:
             self._say("single node: computing the same from the first token on, no cache ...")
             body = GenerateBody(max_tokens=max_tokens, use_cache=False, **prompt)
-            self._truths[content, max_tokens] = await self._nodes.single.client.generate(body)
-        return self._truths[content, max_tokens]
+            self._expected_answers[content, max_tokens] = await self._nodes.single.client.generate(
+                body
+            )
+        return self._expected_answers[content, max_tokens]
 
 
 async def _moved(node: NodeProcess) -> dict[str, int]:
