@@ -36,10 +36,10 @@ HASHED_BLOCKS = 512  # keys computed in one turn of the loop: 4 ms
 
 
 def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[StoredKey]:
-    """Return the stored keys of blocks [first, stop) of a path.
+    """Return the storage keys of blocks [first, stop) of a path.
 
-    A path is a prefix in the index, from the root to a node. A tail (partial last block of a
-    prompt) can only be the last block of a path.
+    A storage key names a block in storage. A path is a prefix in the index, from the root to a
+    node. A tail (partial last block of a prompt) can only be the last block of a path.
 
     Args:
         index: the index that has the path.
@@ -59,7 +59,7 @@ def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[Store
 
 
 def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
-    """Return the stored keys of the blocks after a match, the prompt's tail included.
+    """Return the storage keys of the blocks after a match, the prompt's tail included.
 
     Args:
         index: the index of the match.
@@ -135,7 +135,7 @@ async def count_stored(storage: StorageIO, keys: KeyRun) -> int:
 
     Args:
         storage: the storage tier.
-        keys: the stored keys of a prompt, in order.
+        keys: the storage keys of a prompt, in order.
 
     Returns:
         The number of keys.
@@ -256,7 +256,7 @@ class Flush:
     The slots are marked as being read (see `Slots.begin_reading`) until the write has ended.
 
     Attributes:
-        keys: stored keys of the blocks.
+        keys: storage keys of the blocks.
         slots: host slots of the blocks, int32 [len(keys)].
         worth: value of each block compared with others; the store may refuse those of low value.
         runs: the same blocks as events describe them; [] without subscribers.
@@ -336,7 +336,7 @@ class Copies:
         self.resized()
 
     def prompt_keys(self, prompt: Prompt) -> KeyRun:
-        """Return the stored keys of a prompt, its tail included.
+        """Return the storage keys of a prompt, its tail included.
 
         Each key is computed when it is first read.
         """
@@ -349,7 +349,7 @@ class Copies:
         return keys
 
     async def hashed_keys(self, prompt: Prompt) -> KeyRun:
-        """Return the stored keys of a prompt, all computed, without blocking the event loop.
+        """Return the storage keys of a prompt, all computed, without blocking the event loop.
 
         Each turn of the loop computes HASHED_BLOCKS of them.
         """

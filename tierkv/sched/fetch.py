@@ -44,7 +44,7 @@ class Source(Protocol):
         """Read blocks into host slots.
 
         Args:
-            keys: the stored keys of the blocks.
+            keys: the storage keys of the blocks.
             slot_ids: host slots to write, int32 [len(keys)]. The caller must not use or free them
                 before the call has returned.
 
@@ -78,7 +78,7 @@ class _Group:
     """Up to GROUP_BLOCKS consecutive blocks that are fetched together.
 
     Attributes:
-        keys: stored keys of the blocks.
+        keys: storage keys of the blocks.
         slots: host slots that are written, int32 [len(keys)].
         space: the space (part of the index for one fingerprint) of the prompt.
         kept: True for each slot that belongs to the index now, bool [len(keys)].
@@ -160,7 +160,7 @@ class FetchGroups:
         Args:
             prompt: the prompt of the blocks.
             landed: the blocks of the prompt that are cached already; updated with each group.
-            keys: the stored keys of the blocks to fetch, which follow those of `landed`.
+            keys: the storage keys of the blocks to fetch, which follow those of `landed`.
             on_arrival: called each time that a whole group is in the index.
             num_first: number of blocks in the first group.
         """
@@ -472,7 +472,7 @@ class Fetcher:
         """Return whether a running call looks up or fetches a block.
 
         Args:
-            key: stored key of the block.
+            key: storage key of the block.
             block: index of the block in its prompt.
         """
         return self.busy([key], block) is not None

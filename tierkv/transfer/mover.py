@@ -93,7 +93,10 @@ class EventPoller:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the task. At the end of the body, wait until every event is done or has failed."""
+        """Watch events during the body.
+
+        At its end, wait until every event is done or has failed.
+        """
         watcher = Threads(1, "tierkv-poller")
         try:
             async with task_group() as tasks:

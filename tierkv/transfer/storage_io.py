@@ -83,7 +83,7 @@ class Slices:
     together from their slices.
 
     Args:
-        names: makes the stored names of the service's blocks.
+        names: makes the names in storage of the service's blocks.
         parts: the slices of this node, one per rank.
         scheme: the split of blocks over ranks; None to find only blocks of nodes with as many ranks
             as this one.
@@ -122,7 +122,7 @@ class Slices:
         """Return the slices of a node with one rank, which stores one value per block.
 
         Args:
-            names: makes the stored names of blocks.
+            names: makes the names in storage of blocks.
             layout: layout of a block.
             host: the host slots.
         """
@@ -138,7 +138,7 @@ class Slices:
         return True
 
     def names_of(self, key: StoredKey, size: int) -> list[str]:
-        """Return the stored names of a block's values, in the order of ranks.
+        """Return the names under which a block's values are stored, in the order of ranks.
 
         Args:
             key: key of the block.
@@ -147,7 +147,9 @@ class Slices:
         return [names.name(key) for names in self._names[size]]
 
     def names_of_all(self, keys: Sequence[StoredKey], size: int) -> Sequence[str]:
-        """Return the stored names of several blocks' values, block by block, in the order of ranks.
+        """Return the names under which several blocks' values are stored.
+
+        The names are in the order of the blocks, and within a block in the order of ranks.
 
         Args:
             keys: keys of the blocks.
@@ -248,8 +250,8 @@ class _Entry(msgspec.Struct, array_like=True, frozen=True):
 class TailLists:
     """The lists of stored tails, by which a prompt finds tails that other prompts have stored.
 
-    A tail is the last, partial block of a prompt. Its stored name depends on all of its tokens, so
-    only a prompt with exactly the same tokens can compute the name. A list is one small stored
+    A tail is the last, partial block of a prompt. Its name in storage depends on all of its tokens,
+    so only a prompt with exactly the same tokens can compute the name. A list is one small stored
     value for the block before the tails; it has the tokens of the tails that follow this block.
     With the list a prompt finds tails that share only their first tokens with the prompt, or that
     are shorter or longer.
@@ -260,7 +262,7 @@ class TailLists:
 
     Args:
         store: the store of the lists.
-        names: makes the stored names of the lists.
+        names: makes the names in storage of the lists.
         layout: the layout of whole blocks.
         codecs: returns the codec of a fingerprint, by its short form.
         ttl_s: seconds to live of a list; None for as long as the store keeps it.
@@ -457,7 +459,7 @@ class StorageIO:
 
     Args:
         store: the store to read and write.
-        names: makes the stored names of the fingerprint's blocks.
+        names: makes the names in storage of the fingerprint's blocks.
         layout: the layout of whole blocks.
         host: the host slots that blocks are read into and written from.
         block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.

@@ -137,7 +137,7 @@ class StorageTier:
         """Run the attached stores and `io` until the body ends. Errors of the stores are raised.
 
         Args:
-            names: makes the stored names of the service's blocks.
+            names: makes the names in storage of the service's blocks.
             layout: layout of whole blocks.
             host: the host slots that blocks are read into and written from.
             parts: for each rank, its slice (share) of every block with the memory of its host
@@ -193,7 +193,7 @@ class StorageTier:
         Enter this context before that of `running()`, and leave it after.
 
         Args:
-            names: makes the stored names of these blocks.
+            names: makes the names in storage of these blocks.
             layout: layout of these blocks.
             host: host slots of this layout.
             own: short form of the service's fingerprint, whose codec these blocks get.
