@@ -182,7 +182,7 @@ class GenerateRequest:
 
     Attributes:
         request_id: the scheduler's id of the request.
-        tokens: the prompt's token ids, as little-endian int32 bytes (`cache.keys.pack` makes them).
+        tokens: the prompt's tokens, as little-endian int32 bytes (`cache.keys.pack` makes them).
         max_tokens: largest number of tokens to generate, at least 1.
         sampling: the parameters for choosing tokens.
         uses_cache: False to compute every token and cache nothing.
@@ -203,7 +203,8 @@ class GenerateRequest:
         session_id: id of the session (conversation) that the request is a turn of; "" for none.
 
     Raises:
-        BadRequestError: `tokens` are not packed token ids, or `max_tokens` is below 1.
+        BadRequestError: `tokens` are not whole int32 numbers of 0 or more, or `max_tokens` is below
+            1.
     """
 
     request_id: str

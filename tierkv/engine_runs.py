@@ -155,7 +155,7 @@ class ModelRun:
 
     @property
     def fed(self) -> bytes:
-        """The packed token ids of all tokens whose KV is in the blocks."""
+        """All tokens whose KV is in the blocks, as little-endian int32 bytes."""
         return (self.job.tokens + pack(self.tokens))[: self.num_fed * TOKEN_BYTES]
 
     def next_chunk(self, size: int) -> Tokens1D:
@@ -442,7 +442,7 @@ class SessionEngine(ABC):
         await self._commit(run)
 
     async def _continue(self, run: ModelRun) -> None:
-        """Generate until the end of the answer, and commit all tokens that have KV."""
+        """Generate until the end of the answer, and commit all tokens that have KV to the cache."""
         if not run.tokens:
             await self._first_token(run)
         while not run.is_done:

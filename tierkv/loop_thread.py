@@ -161,8 +161,8 @@ class LoopThread:
         """Start `work` in a task on the loop, and return the future of its result.
 
         Returns:
-            The future. It raises LoopClosedError if the thread accepts no work, or ends before
-                `work` does; it never stays unfinished. Cancelling the future cancels `work`.
+            The future, which is completed in any case. It raises LoopClosedError if the thread
+                accepts no work, or ends before `work` does. Cancelling the future cancels `work`.
         """
         future: Future[T] = Future()
         with self._lock:

@@ -208,7 +208,9 @@ class ModelTokenizer:
         self._template = None if template is None else _template(path, template)
 
     def encode(self, text: str) -> bytes:
-        """Return the packed tokens of `text`; the name of a special token becomes that token.
+        """Return the tokens of `text`, as little-endian int32 bytes (packed tokens).
+
+        The text of a special token, such as "<s>", becomes that token.
 
         Raises:
             BadRequestError: the text cannot be encoded as UTF-8.

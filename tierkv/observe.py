@@ -110,7 +110,7 @@ class Timeline:
         missed: the reason why a part of the prompt was not cached, one of `admission.MISS_REASONS`;
             "" if all of it was.
         missed_since: the event that removed the first missing block; None if unknown.
-        new_tokens: number of committed tokens after the prompt.
+        new_tokens: number of answer tokens whose KV was committed to the cache.
         problem: the reason why the request was not admitted; "" if it was.
         session_id: id of the session (conversation) that the request is a turn of; "" for none.
     """

@@ -50,10 +50,13 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chat(self, messages: Messages) -> bytes:
-        """Return the packed tokens of a chat, up to the place where the next answer begins.
+        """Return the tokens of a chat, up to the place where the next answer begins.
 
         Args:
             messages: the messages, oldest first.
+
+        Returns:
+            The tokens, as little-endian int32 bytes (packed tokens).
 
         Raises:
             BadRequestError: the model has no chat template, the template rejects the messages, or a
@@ -84,8 +87,8 @@ class Tokenizer(Protocol):
         """Return a decoder for the answer to a prompt.
 
         Args:
-            before: the packed tokens of the prompt, on which the text of the first tokens may
-                depend.
+            before: the prompt's tokens, as little-endian int32 bytes. The text of the answer's
+                first tokens may depend on them.
         """
         ...
 
@@ -160,7 +163,8 @@ class AnswerDecoder:
 
     Args:
         tokenizer: the tokenizer of the model.
-        before: the packed tokens before the tokens to decode: the prompt, and the answer so far.
+        before: the tokens before those to decode (the prompt, and the answer so far), as
+            little-endian int32 bytes.
         num_answered: number of tokens at the end of `before` that belong to the answer. Their text
             is not returned again, except an incomplete character.
         stops: texts that end the answer and are not part of it; none may be empty.

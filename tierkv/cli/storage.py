@@ -89,7 +89,9 @@ def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
 
 
 def with_each_store(url: str, work: Callable[[Store], Awaitable[T]]) -> tuple[Sequence[T], int]:
-    """Run `work` with each store of a layered store, except stores in the memory of a node.
+    """Run `work` with each of the stores that a layered store consists of.
+
+    Stores in the memory of a node are left out.
 
     Args:
         url: URL of the store. If the store is not layered, `work` runs once.

@@ -63,9 +63,10 @@ class Prompts(Protocol):
         ...
 
     def unrelated(self, number: int) -> Fields:
-        """Return a prompt that evicts others from the device.
+        """Return another prompt, which evicts the conversation's blocks when it is computed.
 
-        Each `number` gives another prompt.
+        Args:
+            number: number of the prompt; each number gives a different one.
         """
         ...
 

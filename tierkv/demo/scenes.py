@@ -26,8 +26,8 @@ class Scene:
         prompt_tokens: number of tokens of the prompt.
         matched: numbers of cached prompt tokens, by tier; None if several nodes took part.
         tail_tokens: number of tokens in the prompt's partial last block; 0 if none was handed over.
-        moved: numbers of bytes that the node moved, by kind of movement; None if several nodes took
-            part.
+        moved: numbers of bytes that the node fetched, loaded, offloaded and flushed; None if
+            several nodes took part.
         ttft_s, ttft_without_s: seconds to the first token, with the cache and without.
         text: the answer.
         is_identical: True if the node that caches nothing gave the same answer.
@@ -284,7 +284,7 @@ class Play:
 
 
 async def _moved(node: NodeProcess) -> dict[str, int]:
-    """Return the numbers of bytes that a node has moved so far, by kind of movement."""
+    """Return the bytes that a node has fetched, loaded, offloaded and flushed so far."""
     stats = await node.client.stats()
     storage = stats.storage or StorageStats()
     return {
