@@ -33,7 +33,7 @@ def renamed(**new_names: str) -> Callable[[type[T]], type[T]]:
     """Return a class decorator that lets old names of settings be read, with a warning.
 
     Args:
-        new_names: the present name of each setting, by its old name.
+        **new_names: the present name of each setting, by its old name: `old_name="new_name"`.
     """
 
     def decorate(kind: type[T]) -> type[T]:

@@ -383,7 +383,7 @@ class EngineSpec(Protocol):
 
     @property
     def takes_adapters(self) -> bool:
-        """True if prompts may name an adapter."""
+        """True if prompts may name a LoRA adapter."""
         ...
 
     @property

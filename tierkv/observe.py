@@ -288,7 +288,7 @@ async def prefixes(index: Index) -> tuple[list[Prefix], int]:
                 node.start,
                 node.num_blocks,
                 device,
-                node.num_blocks - device,  # each block is somewhere
+                node.num_blocks - device,  # a listed block is on the device or on the host
                 int(node.stored_in(0, node.num_blocks).sum()),
                 node.hits,
                 node.holders > 0,

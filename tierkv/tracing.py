@@ -203,7 +203,9 @@ def is_on() -> bool:
 
 
 def context() -> contextvars.Context | None:
-    """Return a context for callbacks and threads, whose spans become children of the current span.
+    """Return a context for callbacks and threads.
+
+    Spans made in it are children of the current span.
 
     Returns:
         The context; None if tracing is off.

@@ -89,7 +89,7 @@ def new(
 ) -> None:
     """Make a token and print it. The token is not stored and cannot be printed again.
 
-    If the auth file does not exist, it is made for its owner only.
+    If the auth file does not exist, it is created; only its owner can read it.
     """
     now = datetime.now(UTC).replace(microsecond=0)
     text, token_id = new_token()
