@@ -16,7 +16,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class TextDecoder(Protocol):
-    """A decoder of tokens that arrive one at a time. The joined pieces are the whole text."""
+    """A decoder of tokens that arrive one at a time. It returns the text in pieces."""
 
     def feed(self, token: int) -> str:
         """Return the text that `token` completes; "" while a character is incomplete."""

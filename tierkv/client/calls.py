@@ -243,7 +243,7 @@ def named(body: B) -> B:
 
 
 def _encoded(body: msgspec.Struct | None, accept: str) -> tuple[Body | None, dict[str, str]]:
-    """Return the encoded body in parts, None for no body, and the headers of the call."""
+    """Return the parts of the encoded body, or None for no body, and the headers of the call."""
     headers = {"Accept": accept}
     if body is None:
         return None, headers
