@@ -99,7 +99,7 @@ class EvictionOrder:
         self.tier = tier
         self.policy = policy or Lru()
         self.num_unheld = 0
-        self._line: deque[Entry] = deque()  # ascending
+        self._line: deque[Entry] = deque()  # in ascending order
         self._heap: list[Entry] = []
         self._newest: dict[int, Entry] = {}  # by uid of the node: its only valid entry
         self._max_queued = _FEW_ENTRIES  # with more entries, outdated ones are removed

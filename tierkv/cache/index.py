@@ -237,8 +237,8 @@ class Spaces:
             yield node
 
 
-# Blocks are appended to a node without other leases if that copies little; a longer node gets a
-# child instead.
+# Largest node to which blocks are appended, since that copies the node's arrays; in blocks. A longer
+# node gets a child instead.
 _SMALL_RUN_BLOCKS: Final = 256
 _READY: Final = CopyState.READY
 
@@ -356,7 +356,7 @@ class Tree:
         parent.adopt(node)
         return node
 
-    def grow(  # noqa: PLR0913, PLR0917 - a place, and what comes there
+    def grow(  # noqa: PLR0913, PLR0917 - a position, and the blocks
         self,
         tier: Tier,
         node: TreeNode,
@@ -738,7 +738,7 @@ def _partial(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> PartialMatc
         return None
     keys = [first]
     if order:
-        # In a sorted list, the string that shares most with `rest` is next to the place of `rest`.
+        # The key with the most leading bytes of `rest` is next to the position of `rest`.
         place = bisect.bisect_left(order, child_key(rest, extra))
         keys += [key for key in order[max(place - 1, 0) : place + 1] if key.startswith(first)]
     found = [node.children[key] for key in keys]
@@ -1060,7 +1060,7 @@ class Index:
         Returns:
             Positions in `slots` of the slots that the caller still owns.
         """
-        assert not lease.is_released, "a lease is extended while it holds"
+        assert not lease.is_released, "a lease that has ended cannot be extended"
         first, node = lease.num_blocks, lease.node
         while node.parent is not None and node.start >= first:
             node = node.parent
@@ -1119,7 +1119,9 @@ class Index:
             The tail's node; and True if the index owns `slot` now, False if the tail already had a
                 slot on `tier`, so that the caller still owns `slot`.
         """
-        assert lease.num_blocks == prompt.num_blocks, "a tail hangs under its parent block"
+        assert lease.num_blocks == prompt.num_blocks, (
+            "the lease must end at the block before the tail"
+        )
         assert prompt.tail_tokens, "the prompt has no tail"
         node = self._ending_at(lease.node, lease.num_blocks)
         tail = node.child_with(prompt.block(lease.num_blocks), prompt.extra(lease.num_blocks))

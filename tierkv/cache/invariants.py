@@ -176,7 +176,7 @@ def _memory_findings(node: TreeNode) -> list[str]:
     if len(node.packed) > MAX_KEPT * _bytes_that_share(node):
         wrong.append("keeps too many tokens of removed blocks in memory")
     above = node.packed[max(node.packed_at - parent.token_bytes, 0) : node.packed_at]
-    # A match compares them together with the node's own tokens.
+    # A match compares these bytes together with the node's own tokens.
     if not parent.tokens.endswith(above):
         wrong.append("has other tokens before its own than its parent has")
     if node.holders == 0 and node.last_used > parent.last_used and parent.holders == 0:

@@ -265,9 +265,7 @@ class Change(IntEnum):
     RESERVE = 0  # a copy to this tier was submitted
     ARRIVE = 1  # the copy is complete, and its bytes are verified
     FAIL = 2  # the copy failed; the slot is free again
-    PLACE = (
-        3  # all bytes are in the slot already: the engine has computed them, or they were fetched
-    )
+    PLACE = 3  # all bytes are in the slot already, computed or fetched
     EVICT = 4  # the block is removed from the tier
 
 
@@ -457,7 +455,7 @@ class TierCopies:
         is_whole = start == 0 and stop == self.num_blocks
         had = self.slots[start:stop]
         if self._states is None:
-            assert self.uniform is not None, "it is, where no states are kept"
+            assert self.uniform is not None, "without an array of states, all blocks have one state"
             after = advance(self.uniform, change)
             if is_whole:
                 self.uniform = after
@@ -551,7 +549,7 @@ class TierCopies:
             self.uniform, self._slots = _ABSENT, None
             return had
         self.num_blocks = num_blocks
-        # The bytes of removed slots stay in memory until they are too many.
+        # The bytes of removed slots stay in memory until there are too many of these bytes.
         if len(slots) > MAX_KEPT * kept:
             self._slots = slots[:kept]
         return had

@@ -43,14 +43,14 @@ from tierkv.threads import start_thread
 
 _PAGE = 4096
 _DEVICE_SETTING = "cache.device_blocks"
-# Shorter runs are not worth the step of Python that each needs.
+# Average bytes of a run from which each run is copied by a slice of its own.
 _MIN_RUN_BYTES = 64 << 10
 # A copy up to this size is one call without the GIL, and its layers arrive together. A longer copy
 # is made layer by layer.
 _ONE_CALL_BYTES = 8 << 20
 # 30 us at 8 GB/s, about the time that a thread would cost the event loop.
 _QUICK_COPY_BYTES = 256 << 10
-_AFTER_TIMEOUT_S = 600.0  # for events before a copy that never come
+_AFTER_TIMEOUT_S = 600.0  # largest wait for the events before a copy
 
 
 _Run = tuple[int, int, int]  # first slot, first block, number of blocks
@@ -77,14 +77,14 @@ class CpuEvent:
         if not self._is_reached:
             return False
         if self._error is not None:
-            # Without it, each call would add a traceback to the error.
+            # Without with_traceback, each raise would add a traceback to the error.
             raise self._error.with_traceback(None)
         return True
 
     def block_until_done(self, timeout_s: float) -> None:
         if not self._is_reached:
             here = threading.Event()
-            # Before the next check, so that `reach` or this call sees the other.
+            # Appended before the second check, so that no `reach` in between is missed.
             self._waiting.append(here)
             if not self._is_reached and not here.wait(timeout_s):
                 raise GateTimeoutError(f"the copy did not finish within {timeout_s:g} s")

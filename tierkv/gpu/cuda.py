@@ -240,7 +240,7 @@ class PendingEvent:
         if self._event is not None:
             return self._event.is_done
         if self._error is not None:
-            # Without it, each call would add a traceback to the error.
+            # Without with_traceback, each raise would add a traceback to the error.
             raise self._error.with_traceback(None)
         return False
 
@@ -433,7 +433,7 @@ class Argument:
     def __init__(self, struct: npt.NDArray[np.void]) -> None:
         self.values = struct
         self._places = np.array([struct.ctypes.data], np.uint64)
-        # The kernel's array of arguments, which has only this one.
+        # Address of an array with the address of the kernel's only argument.
         self.address = int(self._places.ctypes.data)
 
 

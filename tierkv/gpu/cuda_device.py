@@ -153,7 +153,7 @@ def _ours(planes: Planes) -> CudaPlanes:
     return planes
 
 
-_DEFAULT_QUEUES, _MAX_QUEUES = 8, 32  # CUDA's
+_DEFAULT_QUEUES, _MAX_QUEUES = 8, 32  # of CUDA
 
 
 class CudaDevice:

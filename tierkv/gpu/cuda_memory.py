@@ -82,7 +82,7 @@ class DeviceMemory:
 
         The caller must have bound the GPU (see `Gpu.bound`).
         """
-        assert data.nbytes <= self.num_bytes, "fits"
+        assert data.nbytes <= self.num_bytes, "the data must fit into the memory"
         runtime.memcpy(self.address, data.ctypes.data, data.nbytes, runtime.memcpyHostToDevice)
 
 

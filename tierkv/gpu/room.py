@@ -284,7 +284,7 @@ _CGROUP_VERSIONS = (
     ),
 )
 
-# Address and bytes of memory that may lack pages yet, by a number of its own.
+# Address and number of bytes of tracked memory, by the id of its owner.
 _tracked: dict[int, tuple[int, int]] = {}
 
 
