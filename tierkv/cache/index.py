@@ -237,8 +237,7 @@ class Spaces:
             yield node
 
 
-# Largest node to which blocks are appended, since that copies the node's arrays; in blocks. A longer
-# node gets a child instead.
+# A node with more blocks gets a child for new blocks: appending them would copy the node's arrays.
 _SMALL_RUN_BLOCKS: Final = 256
 _READY: Final = CopyState.READY
 
