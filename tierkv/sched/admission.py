@@ -435,7 +435,6 @@ class Starts:
     def _with_cached(
         self, spec: RequestSpec, match: Match, fetched: Fetched | None, held: _Held
     ) -> Request:
-        """Return a request that uses cached blocks, or a copy of a partly shared block, or both."""
         index, lease = self._index, held.lease
         partial, num_loads = match.partial, match.host_blocks
         source = held.source = index.hold(partial.node, partial.block + 1) if partial else None
@@ -465,10 +464,6 @@ class Starts:
         return self._made(spec, lease, table, matched, tuple(movements))
 
     def _give_back(self, held: _Held) -> None:
-        """Release all that a failed start has acquired.
-
-        Slots that copies still write are freed later.
-        """
         pool, slots = self._tiers.slots.pools[Tier.DEVICE], held.slots
         if held.source is not None:
             self._index.release(held.source)
@@ -759,10 +754,6 @@ class Growth:
         return not (self.extending or request.lease.node.space.has_quota)
 
     def _has_grown(self, request: Request, count: int) -> bool:
-        """Add `count` blocks to the table if they can be acquired now.
-
-        Return whether they were added.
-        """
         try:
             slots = self._tiers.eviction.acquire(Tier.DEVICE, count)
         except OutOfBlocksError:
@@ -973,7 +964,6 @@ class Admissions:
         self.pump()
 
     def _is_stuck_still(self) -> bool:
-        """Return whether the first in the queue is the same as before, and still has no room."""
         return self._stuck is not None and self._is_busy() and self._next() is self._stuck
 
     def _admit_waiting(self, max_turns: int) -> int:
@@ -1064,7 +1054,6 @@ class Admissions:
     # Turns
 
     def _next(self) -> Waiting | None:
-        """Return the first request in the queue that may be admitted; None if there is none."""
         while (waiting := self._line.next(self._may_go)) is not None:
             if not waiting.outcome.done():
                 return waiting

@@ -673,7 +673,6 @@ class Copies:
         return CopyDown.STARTED
 
     def _may_wait(self) -> bool:
-        """Return whether requests that need room may still wait for a slow store."""
         may = self._work.allowance.update_allowance(asyncio.get_running_loop().time())
         self._work.allowance.is_waiting = may
         return may
@@ -704,7 +703,6 @@ class Copies:
             self._work.capacity_changed()
 
     def _begin_offload(self, node: TreeNode, first: int, stop: int, slots: Ids) -> Movement:
-        """Start to copy leased blocks, which have no host copy, from the device to host slots."""
         index = self._index
         index.change(Tier.HOST, node, first, stop, Change.RESERVE, slots=slots)
         self.num_offloads += 1
@@ -763,7 +761,6 @@ class Copies:
     def _publish_stored(
         self, runs: Sequence[BlockRun], is_there: Sequence[bool], began: EventPoint
     ) -> None:
-        """Publish as stored those blocks of `runs` for which `is_there` is True."""
         at, found = 0, []
         for run in runs:
             first = 0

@@ -306,7 +306,6 @@ class Eviction:
         return self._release_copies(tier, node, start, stop, now)
 
     def _count(self, tier: Tier, evicted: int, gone: int) -> None:
-        """Count `evicted` copies; `gone` of them were the last copies of their blocks."""
         stats = self.stats
         stats.forgotten_blocks += gone
         if tier is HOST:

@@ -158,7 +158,7 @@ def _covers(match: Match, prompt: Prompt) -> bool:
 
 
 def _differs(ours: str, theirs: str, known: Mapping[str, Fingerprint] | None) -> str:
-    """Return the differences between the fingerprints of two spaces, if both are in `known`."""
+    # A space that is not in `known` is not described: one tenant must not learn about another.
     if known is None or ours not in known or theirs not in known:
         return "cached under another fingerprint"
     return "; ".join(differences(known[ours].readable(), known[theirs].readable()))

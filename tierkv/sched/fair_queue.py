@@ -170,7 +170,6 @@ class WaitingLine:
         self._holding = None
 
     def _queue(self, waiting: Waiting) -> None:
-        """Put the request into the queue at the position that its number gives."""
         level = self._levels.get(waiting.priority)
         if level is None:
             level = self._levels[waiting.priority] = _Level()

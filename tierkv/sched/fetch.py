@@ -856,7 +856,6 @@ class _Fetch:
             self.on_arrival(self.landed.lease.num_blocks)
 
     async def _fetch_shared_tail(self, keys: Sequence[StoredKey]) -> None:
-        """Fetch a stored tail of another prompt that begins with the next tokens, if any."""
         fetcher, landed = self.fetcher, self.landed
         index, start = fetcher.tiers.index, landed.lease.num_blocks
         if self.known is not None and self.known.blocks.stop == start:

@@ -181,7 +181,6 @@ class Scheduler:
         return wrong + self._preempted_findings()
 
     def _preempted_findings(self) -> list[str]:
-        """Return violated invariants of preempted requests and of all soft pins."""
         state, ends = RequestState.PREEMPTED, self.tiers.pins.soft_ends
         wrong = [
             f"request {one.request_id!r} is listed as preempted, but {one.state.value}"
