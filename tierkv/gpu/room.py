@@ -58,7 +58,7 @@ class MemoryLimit:
     Attributes:
         what: name of the limited memory, as `tierkv doctor` prints it.
         source: the file or call that reports the figures.
-        kind: what happens if the limit is exceeded.
+        kind: consequence of exceeding the limit.
         left_bytes: bytes that the process may still use; None if there is no limit.
         limit_bytes: the limit in bytes; None if there is no limit.
         remedy: the action that raises the limit.
