@@ -162,15 +162,15 @@ class History:
         return newest
 
     def newest(self, prompt: Prompt, block: int) -> HistoryEvent | None:
-        """Return the newest event whose first block is the given block; needs one hash.
+        """Return the newest event that begins with the given block; faster than `find`.
 
         Args:
             prompt: the prompt.
             block: index of the block in the prompt.
 
         Returns:
-            The event; None if there is none. Unlike `find`, the call ignores events that begin with
-                an earlier block.
+            The event; None if there is none. Unlike `find`, the call ignores events about several
+                blocks that begin with an earlier block.
         """
         if not self._events:
             return None

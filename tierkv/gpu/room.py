@@ -35,7 +35,7 @@ _MAX_RESERVE_BYTES = 64 * _MIB  # for page tables (1/512 of the memory) and the 
 
 
 class LimitKind(Enum):
-    """What happens to a process that uses more memory than a limit allows.
+    """The consequence for a process that uses more memory than a limit allows.
 
     PAGES: the kernel kills the process when it writes to new pages.
     MACHINE: the same, unless the machine can swap, or gets more memory at run time.
