@@ -292,8 +292,8 @@ class SchedulerStats:
     Attributes:
         recompute_avoided_s: estimated seconds that computing the cached tokens would have taken;
             not counted while the engine's speed is unknown.
-        reuse_gaps: histogram over all hits of the time since the last cached block of the hit was
-            used before.
+        reuse_gaps: histogram of the times between two uses of the same cached block, counted at
+            each hit for its last block.
         shared_waits: number of requests that waited for another request's blocks instead of
             computing them.
         lost_waits: number of such waits in which the blocks did not come in time.

@@ -57,7 +57,7 @@ class Budget:
     def left_s(self) -> float:
         """Seconds until the present wait must end.
 
-        Between two waits: the seconds that a wait may take which begins now.
+        Between two waits, the value is the limit for a wait that begins now.
         """
         most_s = min(self._deadline_s, self._allowed_s) - self._spent()
         if self._scope is None:

@@ -517,10 +517,10 @@ class Copies:
                     self._index.unmark_stored(there, at, at + 1)
 
     def store_first(self, node: TreeNode, start: int) -> bool:
-        """Start to store blocks that must be stored before a shrinking host tier loses them.
+        """Start to store blocks that a shrinking host tier would otherwise lose.
 
-        These are the node's blocks from `start` on, and the blocks of all nodes below it. Each
-        block is written at most once.
+        Of the node's blocks from `start` on, and the blocks of all nodes below it, those are stored
+        that only the host has. Each block is written at most once.
 
         Args:
             node: a node of the index.

@@ -266,10 +266,10 @@ class Eviction:
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
-        """Evict the blocks of `steps`, or start the copies that come first; return the freed slots.
+        """Evict the blocks of `steps`, or start their copies; return the number of freed slots.
 
-        The result is a number. It includes slots that become free once a store has read the evicted
-        blocks, but not the slots of blocks whose copy was only started.
+        The number includes slots that become free once a store has read the evicted blocks, but not
+        the slots of blocks whose copy was only started.
         """
         pool = self._pools[tier]
         before = pool.num_free + self._slots.num_still_read

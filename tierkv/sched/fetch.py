@@ -906,7 +906,7 @@ class _Fetch:
             estimator.tier.end(transfer, now, is_late=is_late)
 
     def _learn(self) -> None:
-        """Record the reason why the fetch ended early for `explain`, and log it."""
+        """Log why the fetch ended early, and record the reason for `explain`."""
         tiers, landed, problem = self.fetcher.tiers, self.landed, self.landed.problem
         tiers.decisions.recompute_late += self.fate is MissCause.LATE
         if problem is None:

@@ -78,7 +78,7 @@ def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
 
 
 def _has_below(part: Victim, tier: Tier, forgotten: set[tuple[int, int]]) -> bool:
-    """Return whether cached blocks would stay that no match could reach after this part is gone."""
+    """Return whether evicting this part would leave cached blocks that no match can reach."""
     if tier is Tier.HOST:
         return False  # a host victim has no descendant that is on the host only
     node: TreeNode = part.node

@@ -191,8 +191,8 @@ class PrefillSpeed:
         is_reported: True once the engine has reported a time itself.
         num_samples: number of samples so far.
         max_tokens: number of tokens of the largest sample in use.
-        sample: range of token counts by which the prefill that `sample_tokens` has chosen as a
-            sample is recognized; empty if no such prefill runs.
+        sample: range of token counts. A measured prefill with such a count is the one that
+            `sample_tokens` asked for. Empty if none is awaited.
     """
 
     def __init__(self) -> None:

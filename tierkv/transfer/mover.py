@@ -77,7 +77,7 @@ class _Pending(msgspec.Struct, eq=False):
 
 
 class EventPoller:
-    """A watcher of one device's events that resolves a future or calls a function for each.
+    """A watcher of one device's events: when one is done, it sets a future or calls a function.
 
     One task watches all events. The task sleeps while there are none.
     """

@@ -473,8 +473,8 @@ class StorageIO:
     Attributes:
         meets_other_sizes: True once a block was found that a node with another number of ranks has
             stored.
-        asking: called when a lookup in the store begins. Returns a function to which the digest of
-            each block that the store lacks is passed.
+        asking: called when a lookup in the store begins. Returns a function, which is called with
+            the digest of each block that the store lacks.
     """
 
     def __init__(  # noqa: PLR0913 - a block needs all of them to become a value
@@ -603,10 +603,7 @@ class StorageIO:
             self._toucher.used(names)
 
     async def _sizes_of(self, keys: Sequence[StoredKey], tried: int) -> list[int | None]:
-        """Return, per block, a number of ranks that have stored it.
-
-        None if only `tried` or none.
-        """
+        """Return, per block, a number of ranks (not `tried`) with which it is stored, or None."""
         sizes = [n for n in (self.slices.size, *self.slices.peer_tensor_parallel) if n != tried]
         if not sizes or not keys:
             return [None] * len(keys)
