@@ -1,4 +1,4 @@
-"""Servers and certificates that several files of this folder use."""
+"""Servers and certificates that several test files of this folder use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.redis_server import empty_redis, free_port, module_redis, redis_serve
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    """Return the directory of a self-signed certificate for 127.0.0.1 and its key."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl on this machine to make certificates with")
@@ -34,7 +34,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tls_redis(certificates: Path) -> Iterator[str]:
-    """The URL of a server that speaks TLS."""
+    """Yield the URL of a Redis server with TLS."""
     port, certificate = free_port(), str(certificates / "cert.pem")
     with redis_server(
         *("--tls-port", str(port), "--tls-auth-clients", "no", "--tls-ca-cert-file", certificate),

@@ -1,4 +1,4 @@
-"""Scattered buffers and files, whatever the kernel returns."""
+"""Reads and writes of scattered buffers, whatever number of bytes the kernel moves at a time."""
 
 from __future__ import annotations
 

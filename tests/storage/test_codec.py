@@ -1,5 +1,8 @@
-"""The header of a stored block, plain and with a key: changes, forgeries and other blocks' values
-are found, sealed bytes are hidden, and all bytes are those of the document."""
+"""Headers of stored blocks, for each `Trust`.
+
+Changed bytes, forged values and values of other blocks are detected. Sealed bytes are encrypted.
+The format is that of the document.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,7 @@ def test_a_value_of_another_tenant_or_for_another_block_is_refused(
     assert caught.value.damage is Damage.CHECKSUM
     header, stored = kind(KEY).encode(b"payload", IDENTITY)
     other = ValueIdentity(IDENTITY.layout_digest, bytes(32), 16)
-    forged = header[:24] + bytes(32) + header[56:]  # filed under another block's name
+    forged = header[:24] + bytes(32) + header[56:]  # stored under another block's name
     with pytest.raises(DamagedValueError, match="key"):
         decoded(kind(KEY), forged, bytes(stored), other)
 
@@ -181,7 +184,7 @@ def test_a_header_that_is_made_later_is_the_same_and_made_once(num_bytes: int) -
     payload[-1] = 7
     later()
     assert later.content == encode(bytes(payload))
-    payload[-1] = 8  # it is somebody else's when the value has been sent
+    payload[-1] = 8  # after the send the buffer has other content
     later()
     payload[-1] = 7
     assert later.content == encode(bytes(payload))

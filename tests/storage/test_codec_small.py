@@ -1,4 +1,4 @@
-"""Small values bound to their names: every change, other name and other key is found."""
+"""Small values are bound to their names: a change, another name or another key is detected."""
 
 from __future__ import annotations
 

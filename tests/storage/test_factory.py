@@ -1,4 +1,4 @@
-"""From URLs to stores, and what is said about those that name none."""
+"""URLs of stores, and the errors for URLs that name no store."""
 
 from __future__ import annotations
 

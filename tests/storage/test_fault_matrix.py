@@ -1,7 +1,8 @@
-"""A store that is slow, hung, dead or flapping, and what a fetch, a claim or a lookup loses by it.
+"""The time that a fetch, a claim or a lookup loses with a slow, hung, dead or flapping store.
 
-A real Redis behind a proxy. "Lost" is the time beyond computing all that is missing at once. Of
-several requests the first may find out; the others know.
+The store is a real Redis behind a proxy. "Lost" is the time beyond computing all missing blocks at
+once. The first of several requests may wait to find out about the fault; later requests lose
+nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from tierkv.tasks import background, task_group
 
 LESS_LATE = pytest.param("0.25 s late", marks=pytest.mark.slow)
 FAULTS = [LESS_LATE, "0.5 s late", "hung", "dead", "flapping"]
-COMPUTE_S = 1.0  # of each prompt, as the engine tells
+COMPUTE_S = 1.0  # to compute a prompt, as the engine reports
 FIRST_S, SHARE, MORE_S = 1.5, 0.15, 0.05
-# The bounds are of a quiet machine; a busy one holds each of several steps up.
+# The bounds are for an idle machine; a busy one delays each of several steps.
 NOISE_S = 0.02 if os.environ.get("TIERKV_STRICT_TIMES") else 0.35
 NUM_TOKENS, MANY = 100, 6
 SETTINGS = StoreSettings(
@@ -56,7 +57,7 @@ async def place() -> AsyncIterator[Place]:
 
 @asynccontextmanager
 async def broken(place: Place, fault: str) -> AsyncIterator[None]:
-    """The fault, in the body."""
+    """Cause `fault` until the body ends."""
     server, proxy = place
 
     async def flap() -> None:
@@ -101,7 +102,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 async def stored(url: str, count: int, *, with_tickets: bool = False) -> None:
-    """Prompts, from another node."""
+    """Store the prompts with the numbers 0 to `count` - 1, from another node."""
     async with a_node(url) as node:
         for number in range(count):
             if with_tickets:
@@ -116,7 +117,7 @@ async def stored(url: str, count: int, *, with_tickets: bool = False) -> None:
 
 
 async def lost_by(wait: Callable[[int], Awaitable[int]], number: int) -> float:
-    """Seconds lost by a wait that returns how many tokens of the prompt it has brought."""
+    """Return the seconds lost by `wait`, which returns the number of tokens it has fetched."""
     time = asyncio.get_running_loop().time
     began = time()
     found = await wait(number)
@@ -125,7 +126,7 @@ async def lost_by(wait: Callable[[int], Awaitable[int]], number: int) -> float:
 
 async def check_losses(wait: Callable[[int], Awaitable[int]]) -> None:
     assert await lost_by(wait, 0) <= FIRST_S + NOISE_S
-    await asyncio.sleep(1.0)  # what the first began has ended, or is known to be late
+    await asyncio.sleep(1.0)  # the first request's reads have ended, or have timed out
     losses = [await lost_by(wait, number) for number in range(1, MANY)]
     assert max(losses) <= SHARE * COMPUTE_S + MORE_S + NOISE_S, losses
 
@@ -180,7 +181,7 @@ async def test_a_claim_that_may_recompute_loses_little(place: Place, fault: str)
 async def test_a_claim_that_gives_up_names_the_seconds_that_it_waited(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not those of its deadline, 10 s."""
+    """The log does not name the seconds of the claim's deadline, which is 10 s."""
     async with a_node(place[1].url) as node:
         node.service.note_prefill(NUM_TOKENS, COMPUTE_S)
         async with broken(place, "hung"):

@@ -1,4 +1,4 @@
-"""The store in files on a disk that refuses, is broken in places, or is somebody else's as well."""
+"""The file store on a disk that refuses calls, has broken sectors, or has files of other users."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def file_store(root: Path, **settings: int) -> FileStore:
 def refuses(
     disk: pytest.MonkeyPatch, call: str, code: int, where: Callable[[str], bool] = lambda _: True
 ) -> None:
-    """Let the system call fail for such paths."""
+    """Let the system call `call` fail with `code` for paths that `where` accepts."""
     asked = getattr(os, call)
 
     def refuse(path: str | Path, *more: object, **options: object) -> object:
@@ -45,7 +45,7 @@ def age_directories(root: Path) -> None:
 
 
 def values_in(root: Path) -> list[str]:
-    """Also those whose time is over."""
+    """Return the paths of all values, including expired ones."""
     return [str(path) for path in root.glob("t,f/*/*/*")]
 
 
@@ -98,7 +98,7 @@ def guarded(root: Path, *, full_pause_s: float = 0.001) -> GuardedStore:
     return open_guarded_store(root.as_uri(), settings, SystemClock())
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EXDEV])  # of another disk that is linked here
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EXDEV])  # such as a link to another disk
 async def test_a_disk_that_refuses_writes_is_not_kept_from_its_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
@@ -121,7 +121,7 @@ async def test_a_disk_that_lets_nothing_be_changed_is_not_kept_from_its_readers(
         assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
         for call in ("utime", "unlink"):
             refuses(monkeypatch, call, code, lambda path: "t,f" in path)
-        for _ in range(10):  # such as of a long prompt that is used, in batches
+        for _ in range(10):  # such as batches of a long prompt's blocks
             with pytest.raises(StoreRefusedError, match="t:f:a:0"):
                 await store.touch(["t:f:a:0"], ttl_s=60)
             with pytest.raises(StoreRefusedError, match="t:f:a:0"):
@@ -132,7 +132,7 @@ async def test_a_disk_that_lets_nothing_be_changed_is_not_kept_from_its_readers(
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EBADMSG])
 async def test_a_value_on_a_broken_place_of_the_disk_is_damaged(tmp_path: Path, code: int) -> None:
-    """So that it is forgotten: else it would be there, and never read, for ever."""
+    """A damaged value is deleted. With another outcome it would be found, and fail, every time."""
     async with (store := file_store(tmp_path)).running():
         assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
         with pytest.MonkeyPatch.context() as disk:
@@ -163,11 +163,11 @@ async def test_what_may_not_be_removed_keeps_nothing_else_from_going(tmp_path: P
 async def test_a_disk_down_to_its_floor_is_not_looked_through_for_each_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which takes a second where there are 200,000 of them."""
+    """Listing the directory takes a second with 200,000 values."""
     statvfs, walked = os.statvfs, 0
 
     def filled_disk(path: Path) -> os.statvfs_result:
-        """Of 200 values of 1,000 bytes."""
+        """Report a disk with room for 200 values of 1,000 bytes."""
         disk = list(statvfs(path))
         disk[1] = 1  # f_frsize, in bytes
         disk[4] = 200_000 - 1000 * len([*tmp_path.glob("t,f/*/*/*")])  # f_bavail
@@ -194,7 +194,7 @@ async def test_a_disk_down_to_its_floor_is_not_looked_through_for_each_value(
 async def test_a_disk_without_inodes_or_beyond_a_quota_gives_up_what_was_used_longest_ago(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """It says that it has bytes free all the while."""
+    """The disk reports free bytes all the time, so only the refused write shows the limit."""
     clock, names = TurnedClock(), [f"t:f:{index}:0" for index in range(100)]
     store = FileStore(tmp_path, FileSettings(min_free_bytes=1), clock)
     async with store.running():
@@ -238,7 +238,7 @@ async def test_a_models_directory_that_was_moved_and_linked_counts_like_any_othe
 async def test_a_models_directory_of_another_user_keeps_nobody_from_other_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as root's, who once ran a node of that model here."""
+    """The directory may be root's, if root ran a node of that model here before."""
     store = guarded(tmp_path)
     async with store.running():
         assert await put_one(store, "t:ours:a:0", b"value") is PutStatus.STORED

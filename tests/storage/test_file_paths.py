@@ -1,4 +1,4 @@
-"""Names and paths: both ways, one to one, and never outside."""
+"""Names and paths of values: each has exactly one counterpart, and no path leaves the directory."""
 
 from __future__ import annotations
 

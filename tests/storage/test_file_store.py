@@ -1,4 +1,4 @@
-"""What is particular to the store in files: crashes, rights, room, expiry on disk, threads."""
+"""Behaviour that only the file store has: crashes, rights, eviction, expiry on disk, threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.file_room import WRITERS, locked_directory, relative_path
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
 
-# Replaces and adds values of one repeated byte each, for ever, and tells how far it is.
+# Replaces and adds values of one repeated byte each, for ever, and prints its progress.
 WRITER = """
 import asyncio, random, sys
 from pathlib import Path
@@ -106,7 +106,7 @@ async def test_the_scratch_of_a_living_store_is_left_alone(tmp_path: Path) -> No
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
+    """Yield the mount point of a file system of 1 MiB."""
     root = tmp_path / "small"
     root.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tierkv-test", str(root)]
@@ -183,7 +183,7 @@ async def test_a_store_knows_at_once_what_the_others_on_its_directory_have_added
             await put_one(stores[index % 2], f"t:f:{index}:0", bytes(20_000))
             if index % 10 == 9:
                 assert (await stores[0].usage("t")).num_bytes <= 1_000_000
-        async with stores[2].running():  # one that comes, fills it, and goes
+        async with stores[2].running():  # a process that opens the store, fills it, and ends
             for index in range(200, 240):
                 await put_one(stores[2], f"t:f:{index}:0", bytes(20_000))
         for index in range(300, 340):
@@ -206,7 +206,7 @@ async def test_what_has_expired_is_evicted_before_what_has_not(tmp_path: Path) -
 
 
 def move_times(path: Path, *, used_s: float = 0.0, expires_s: float = 0.0) -> None:
-    """Move a value's times of use and expiry, as a step of the file server's clock would."""
+    """Move a value's times of use and expiry, as if the file server's clock had been changed."""
     status = path.stat()
     times = status.st_atime_ns + int(used_s * 1e9), status.st_mtime_ns + int(expires_s * 1e9)
     os.utime(path, ns=times)
@@ -235,7 +235,9 @@ async def test_the_disk_is_not_filled_beyond_the_floor(small_disk: Path) -> None
         for index in range(20):
             assert await put_one(store, f"t:f:{index}:0", bytes(100_000)) is PutStatus.STORED
             disk = os.statvfs(small_disk)
-            assert disk.f_bavail * disk.f_frsize >= 450_000  # a block of the file system or two
+            assert (
+                disk.f_bavail * disk.f_frsize >= 450_000
+            )  # up to two blocks of the file system are missing
         assert len(names_in(small_disk)) >= 3
     store = file_store(small_disk, min_free_bytes=1 << 30)
     async with store.running():
@@ -269,7 +271,7 @@ async def test_expiry_outlives_the_process_and_expired_files_are_removed(tmp_pat
     store = file_store(tmp_path, clock, num_threads=1)
     async with store.running():
         assert await store.exists(["t:f:b:0", "t:f:c:0", "t:f:a:0"]) == 2
-        await store.sweep()  # behind the one at the start
+        await store.sweep()  # after the sweep at the start
         assert not tmp_path.joinpath(*relative_path("t:f:a:0")).exists()
         clock.now += 100
         assert (await get_one(store, "t:f:b:0", 1))[0] is GetStatus.MISS
@@ -308,7 +310,7 @@ async def test_a_value_renewed_just_before_its_removal_stays(
 
     async with store.running():
         await put_one(store, "t:f:a:0", b"old", ttl_s=1.0)
-        await store.sweep()  # behind the one at the start
+        await store.sweep()  # after the sweep at the start
         clock.now += 1
         monkeypatch.setattr(fcntl, "flock", late_flock)
         assert (await get_one(store, "t:f:a:0", 3))[0] is GetStatus.MISS
@@ -348,7 +350,7 @@ async def test_links_pipes_and_strangers_in_the_directory_do_no_harm(tmp_path: P
     store = file_store(root, num_threads=1)
     async with store.running():
         await put_one(store, "t:f:a:0", b"value!")
-        await store.sweep()  # behind the one at the start, which takes these for expired values
+        await store.sweep()  # after the sweep at the start, which removes these as expired values
         for name, make in (("t:f:link:0", Path.symlink_to), ("t:f:pipe:0", None)):
             path = root.joinpath(*relative_path(name))
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -356,7 +358,7 @@ async def test_links_pipes_and_strangers_in_the_directory_do_no_harm(tmp_path: P
                 os.mkfifo(path)
             else:
                 make(path, secret)
-            os.utime(path, (0, 0), follow_symlinks=False)  # as of a value that never expires
+            os.utime(path, (0, 0), follow_symlinks=False)  # the times of a value that never expires
             async with asyncio.timeout(5):
                 assert (await get_one(store, name, 6))[0] is GetStatus.MISS
                 assert await store.get(name, max_bytes=6) is None
@@ -370,7 +372,7 @@ async def test_links_pipes_and_strangers_in_the_directory_do_no_harm(tmp_path: P
         assert await store.usage("t") == Usage(1, 6)
         await store.delete(["t:f:link:0"])
         root.joinpath(*relative_path("t:f:link:0")).symlink_to(secret)
-        for name in ("t:f:link:0", "t:f:pipe:0"):  # and none keeps a value out
+        for name in ("t:f:link:0", "t:f:pipe:0"):  # neither prevents a write of the value
             assert await put_one(store, name, b"value?") is PutStatus.STORED
             assert await get_one(store, name, 6) == (GetStatus.HIT, b"value?")
     assert secret.read_bytes() == b"secret"
@@ -417,10 +419,10 @@ async def test_what_somebody_removes_is_a_miss_and_made_again(tmp_path: Path, wh
         expected = GetStatus.HIT if what == "writers" else GetStatus.MISS
         assert (await get_one(store, "t:f:1:0", 800))[0] is expected
         await store.ping()
-        # Also what was counted is known to be gone.
+        # The count of the ended process is known to be lost.
         assert await put_one(store, "t:f:2:0", bytes(800)) is PutStatus.STORED
         assert (await get_one(store, "t:f:2:0", 800))[0] is GetStatus.HIT
-        async with file_store(root).running():  # which clears away what the dead left, not ours
+        async with file_store(root).running():  # it removes files of dead processes, not ours
             assert await put_one(store, "t:f:3:0", b"x") is PutStatus.STORED
         assert await store.delete(["t:f:2:0", "t:f:3:0"]) >= 1
     assert list((root / WRITERS).iterdir()) == []
@@ -429,7 +431,7 @@ async def test_what_somebody_removes_is_a_miss_and_made_again(tmp_path: Path, wh
 async def test_a_file_system_that_is_gone_is_not_replaced_by_the_one_below(
     tmp_path: Path, small_disk: Path
 ) -> None:
-    """As when it is unmounted: values would fill a disk that nobody meant."""
+    """After an unmount, values would otherwise fill the disk that has the mount point."""
     root = tmp_path / "store"
     root.symlink_to(small_disk, target_is_directory=True)
     store = file_store(root, min_free_bytes=0)
@@ -463,7 +465,7 @@ async def test_nothing_is_left_open_after_the_lifetime(tmp_path: Path) -> None:
         await store.put([PutItem(f"t:f:{i}:0", (b"x",)) for i in range(50)])
         await get_one(store, "t:f:1:0", 1)
         await get_one(store, "t:f:nothing:0", 1)
-        # The lock; and, until it is through, what the sweep looks at.
+        # The lock, and the directories that the sweep reads until it has ended.
         await until(lambda: len(os.listdir("/proc/self/fd")) <= open_before + 1)
     assert len(os.listdir("/proc/self/fd")) <= open_before
     async with asyncio.timeout(5):
@@ -491,7 +493,7 @@ async def test_a_value_that_is_cut_while_it_is_read_has_no_digest(tmp_path: Path
 async def test_what_is_another_users_keeps_nobody_from_what_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as root's, who looks into the store, or once ran a node of another model here."""
+    """The other user may be root, after a look into the store or with a node of another model."""
     clock = TurnedClock()
     not_ours = {str(tmp_path / name) for name in (".writers/root", ".writers/root/lock", "t,a/1")}
     (tmp_path / ".writers/root").mkdir(parents=True)
@@ -516,7 +518,7 @@ async def test_what_is_another_users_keeps_nobody_from_what_is_ours(
         async with asyncio.timeout(PATIENCE_S):
             while (
                 expired.exists()
-            ):  # a sweep skips a directory that the one at the start has locked
+            ):  # a sweep skips a directory that the sweep at the start has locked
                 await store.sweep()
         assert await put_one(store, "t:f:3:0", bytes(700)) is PutStatus.STORED  # one was evicted
         assert [one.name for one in (await store.list("t:", limit=10)).values] == ["t:f:3:0"]
@@ -544,7 +546,7 @@ async def test_directories_of_a_model_that_is_no_more_are_not_kept(tmp_path: Pat
 async def test_a_directory_removed_while_it_is_made_costs_no_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by another process's sweep: `mkdir` finds it, and the look at what it is does not."""
+    """Another process's sweep removes the directory after `mkdir` has found it."""
     made, parent = os.mkdir, str(tmp_path.joinpath(*relative_path("t:f:1:0")).parent)
 
     def removed_meanwhile(path: str, mode: int = 0o777) -> None:
@@ -577,8 +579,8 @@ async def test_a_directory_removed_and_made_again_does_not_let_two_be_the_first(
         await asyncio.to_thread(path.parent.rmdir)
         fast_is = await put_one(fast, "t:f:1:0", b"fast", only_new=True)
         os.close(lock)
-        # The slow one waits for the lock of the directory that is gone, unless it had not got there
-        # when that went: then it is the first in the new one.
+        # The slow write waits for the lock of the removed directory. If it had not begun to wait at
+        # the removal, it is the first in the new directory.
         outcomes = {fast_is: b"fast", await put: b"slow"}
         assert outcomes.keys() == {PutStatus.STORED, PutStatus.EXISTED}
         assert await slow.get("t:f:1:0", max_bytes=10) == outcomes[PutStatus.STORED]
@@ -598,7 +600,7 @@ sys.stdin.read()
 
 
 def test_a_lock_ends_with_its_holder_though_a_child_was_forked_meanwhile(tmp_path: Path) -> None:
-    """As by an engine that starts its workers so; it inherits what is open."""
+    """An engine may start its workers by fork; they inherit the open file of the lock."""
     with subprocess.Popen(
         [sys.executable, "-c", FORKING, str(tmp_path)],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Another reader and writer, made from docs/storage-format.md alone: each reads the other's."""
+"""A reader and a writer made from docs/storage-format.md alone exchange values with tierkv."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def text(value: str) -> bytes:
 
 
 def layout_digest(rank: int, size: int) -> bytes:
-    """Of the whole layout, or what a slice has in its place."""
+    """Return the digest of the whole layout, or of a rank's slice if `size` is above 1."""
     planes = []
     for layer, role, dtype, token_bytes in PLANES:
         own = token_bytes if role == "latent" else len(heads_of(rank, size)) * HEAD_BYTES
@@ -88,7 +88,7 @@ def root() -> bytes:
 
 
 def digests(*, with_media: bool = False) -> list[bytes]:
-    """Of the two blocks and the tail."""
+    """Return the digests of the two blocks and the tail."""
     packed = struct.pack(f"<{len(TOKENS)}i", *TOKENS)
     extra = [b"", b"", b""]
     if with_media:
@@ -118,7 +118,7 @@ def value(trust: Trust, digest: bytes, layout: bytes, tokens: int, payload: byte
 
 
 def opened(trust: Trust, digest: bytes, content: bytes) -> bytes:
-    """The payload."""
+    """Return the payload of a stored value, decrypted if it is sealed."""
     if trust is not Trust.SEALED:
         return content[88:]
     tenant = mac(KEY, b"tierkv tenant v1", root().hex()[:16].encode())
@@ -127,7 +127,14 @@ def opened(trust: Trust, digest: bytes, content: bytes) -> bytes:
 
 
 def payload(block: Mapping[int, np.ndarray], num_tokens: int, rank: int, size: int) -> bytes:
-    """block: plane -> [tokens, bytes of a token]."""
+    """Return the bytes of a rank's share of a block.
+
+    Args:
+        block: for each plane an array [tokens, bytes of a token].
+        num_tokens: number of tokens in the block.
+        rank: tensor-parallel rank.
+        size: number of ranks.
+    """
     parts = []
     for at, (_, role, _, _) in enumerate(PLANES):
         for token in range(num_tokens):

@@ -1,4 +1,4 @@
-"""A failing store is not used, is asked again, and never holds a caller up."""
+"""A failing store is not used, is probed until it answers, and never delays its callers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAME = "t:f:a:0"
 
 
 class Pair:
-    """A resilient store around one that fails when told to."""
+    """A guarded store around a store that fails when a test asks for it."""
 
     def __init__(self, capacity_bytes: int | None = None, **settings: float) -> None:
         memory = MemoryStore(MemorySettings(capacity_bytes), SystemClock())
@@ -108,7 +108,7 @@ async def test_a_success_in_between_keeps_the_breaker_closed(make: Make) -> None
 
 
 async def test_writes_that_succeed_do_not_hide_that_all_reads_fail(make: Make) -> None:
-    """As on a disk that hangs, but takes what is written into memory."""
+    """A disk that hangs may still accept writes into memory."""
     pair = await make(failures_to_open=3, probe_interval_s=100.0)
     for name in NAMES[:3]:
         assert pair.state is BreakerState.CLOSED
@@ -168,7 +168,7 @@ async def test_a_silent_store_costs_one_deadline(make: Make) -> None:
 
 
 class TakesItsTime(MemoryStore):
-    """For each value, however small."""
+    """A store whose reads take 0.8 ms for each value, however small."""
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         await asyncio.sleep(0.0008 * len(items))
@@ -191,7 +191,7 @@ async def test_a_read_of_many_small_values_has_time_for_each() -> None:
 async def test_questions_to_a_store_that_is_stuck_are_given_up_and_reads_open_the_breaker(
     make: Make,
 ) -> None:
-    """As a thread on a disk that hangs: a cancel does not end it."""
+    """The store ignores a cancel, as a thread does whose disk hangs."""
     pair = await make(timeout_s=0.05, failures_to_open=2, probe_interval_s=0.05)
     await put_one(pair.store, NAMES[0], BLOCK)
     pair.faulty.hold_firmly()
@@ -202,7 +202,7 @@ async def test_questions_to_a_store_that_is_stuck_are_given_up_and_reads_open_th
     item, _ = landing(NAMES[0], len(BLOCK))
     reading = asyncio.ensure_future(pair.store.get_into([item]))
     await until(lambda: pair.state is not BreakerState.CLOSED, "an open breaker")
-    assert not reading.done()  # its buffers are not its caller's yet
+    assert not reading.done()  # the store may still write into the buffers
     assert "is not used" in await failed(pair)
     pair.faulty.release()
     assert (await reading)[0].status is GetStatus.FAILED
@@ -265,7 +265,10 @@ async def test_writes_behind_stuck_ones_are_given_up_when_the_store_is_left_alon
 async def test_writes_behind_writes_that_hang_are_given_up_though_reads_are_answered(
     make: Make,
 ) -> None:
-    """As behind the lock of a frozen neighbour. They hold buffers: slots, and whoever publishes."""
+    """A write may hang behind the lock of a frozen process.
+
+    Waiting writes keep host slots in use.
+    """
     pair = await make(write_batches=2, write_timeout_s=1.0, probe_interval_s=100.0)
     pair.faulty.hold_writes(firmly=True)
     async with asyncio.TaskGroup() as group:
@@ -287,7 +290,10 @@ async def test_writes_behind_writes_that_hang_are_given_up_though_reads_are_answ
 
 
 class LateAnswers(StoreWrapper):
-    """Asks the store at once. Of calls that come now, `num_late` are answered on `may_answer`."""
+    """A store that sends each question at once, but delays the next `num_late` answers.
+
+    Delayed answers are returned when `may_answer` is set.
+    """
 
     inner: FaultyStore
 
@@ -362,7 +368,7 @@ async def test_a_read_is_tried_again_within_the_budget_and_a_write_never(make: M
 
 @pytest.mark.parametrize("late_s", [0.05, 0.2])
 async def test_a_read_that_fails_late_is_not_tried_again(late_s: float) -> None:
-    """The same caller would wait for both."""
+    """Otherwise one caller would wait for both attempts."""
     clock, memory = TurnedClock(), MemoryStore(MemorySettings(None), SystemClock())
     faulty = FaultyStore(memory)
     store = GuardedStore(faulty, ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0), clock)
@@ -383,7 +389,7 @@ async def test_a_read_that_fails_late_is_not_tried_again(late_s: float) -> None:
 
 
 async def outcome(read: Awaitable[object]) -> bool:
-    """Whether it found what there is."""
+    """Return True if the read found the stored value."""
     try:
         return await read in (1, (GetStatus.HIT, BLOCK))
     except StoreUnavailableError:
@@ -439,7 +445,7 @@ async def test_a_full_store_is_not_written_to_for_a_while_and_read_all_the_same(
 
 
 async def test_a_value_that_a_store_never_takes_keeps_no_other_out(make: Make) -> None:
-    """Such as one larger than the store; so it was dropped, and all others for a second."""
+    """A value that is larger than the store must not stop the writes of smaller values."""
     pair = await make(capacity_bytes=5_000, full_pause_s=100.0)
     assert await put_one(pair.store, NAMES[0], bytes(5_001)) is PutStatus.FULL
     assert await put_one(pair.store, NAMES[1], BLOCK) is PutStatus.STORED
@@ -456,7 +462,7 @@ async def test_what_is_not_there_is_not_asked_for_again_until_somebody_writes(ma
     assert pair.store.health.negative_hits == 1
     await pair.store.put([PutItem(name, (BLOCK,)) for name in NAMES[:10]])
     assert await pair.store.exists(NAMES) == 10
-    # Another node publishes the rest, and a ticket that tells of them.
+    # Another node stores the missing blocks, and a ticket that names them.
     await pair.faulty.put([PutItem(name, (BLOCK,)) for name in NAMES[10:]])
     await pair.faulty.put([PutItem("t:ticket:a", (b"x",))])
     assert await pair.store.exists(NAMES[10:]) == 0

@@ -1,4 +1,4 @@
-"""A disk that hangs: system calls that do not return, on values of a real file store."""
+"""A file store on a disk that hangs: system calls do not return."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENS = list(range(4 * BLOCK + 1))
 
 
 class HungCalls:
-    """Each call of `os.NAME` first waits in the kernel, in a read of a FIFO, until `release`."""
+    """A replacement of `os.NAME` whose calls block in the kernel until `release` is called."""
 
     def __init__(self, name: str, fifo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         os.mkfifo(fifo)
@@ -51,7 +51,7 @@ class HungCalls:
         monkeypatch.setattr(os, name, hung)
 
     def release(self) -> None:
-        """Let these calls and all to come return."""
+        """Let the blocked calls and all later ones return."""
         os.write(self._fd, bytes(4096))
 
 
@@ -62,8 +62,14 @@ def hung_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> HungCalls:
 def node(
     root: Path, handoff: HandoffSettings | None = None, timeout_s: float = 1.0, **settings: Any
 ) -> AbstractAsyncContextManager[World]:
-    """A service that stores every block at once, unless told otherwise, in files behind a breaker,
-    as a node's are. settings: fields of CacheSettings."""
+    """Return a service like a node's: files behind a breaker, where every block is stored at once.
+
+    Args:
+        root: directory of the file store.
+        handoff: settings of the hand-off; None for the defaults.
+        timeout_s: seconds after which a read fails.
+        settings: fields of CacheSettings.
+    """
     files = FileStore(root, FileSettings(), SystemClock())
     resilience = ResilienceSettings(timeout_s=timeout_s, probe_interval_s=0.1)
     through = WritePolicy.WRITE_THROUGH
@@ -90,7 +96,9 @@ async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_ret
             assert here.service.verify() == []
             await here.prefill(request, TOKENS)
             here.service.scheduler.end(request)
-            async with asyncio.timeout(10):  # nor does it wait for others' reads of these blocks
+            async with asyncio.timeout(
+                10
+            ):  # it does not wait for other requests' reads of these blocks either
                 again = await here.admit([*TOKENS, 1, 2, 3])
             here.service.scheduler.end(again)
             assert len(here.service.tiers.slots.lent(Tier.HOST)) >= 5
@@ -155,7 +163,7 @@ async def test_closing_waits_for_a_hung_read_and_says_so(
 async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_hung_write_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_host: bool
 ) -> None:
-    """on_host: its blocks are written from the host tier's slots, not from staging slots."""
+    """If `on_host` is True, blocks are written from the host tier, otherwise from staging slots."""
     settings = HandoffSettings(publish_deadline_s=2.0, direct=DirectPath.OFF)
     rule = WritePolicy.WRITE_THROUGH if on_host else WritePolicy.NONE
     async with node(
@@ -178,7 +186,9 @@ async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_
             here.service.scheduler.end(request)
             assert here.service.verify() == []
             here.service.reset()
-            assert (here.service.stats().host.used > 0) == on_host  # what is read may not go
+            assert (
+                here.service.stats().host.used > 0
+            ) == on_host  # blocks that are being read are not evicted
         finally:
             disk.release()
         await here.settle()
@@ -193,12 +203,12 @@ async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_
         here.service.scheduler.end(request)
 
 
-# Locks of others, which hang what waits for them in the system
+# Locks of other processes: a system call that waits for them hangs
 
 
 @contextmanager
 def all_locked(root: Path) -> Iterator[None]:
-    """Each directory below `root` is locked, as by a process that was stopped in the middle."""
+    """Lock each directory below `root`, as a process does that was stopped with the locks."""
     fds = [os.open(path, os.O_RDONLY) for path, _, _ in os.walk(root)]
     try:
         for fd in fds:
@@ -217,8 +227,8 @@ async def test_reads_and_the_sweep_do_not_wait_for_the_lock_of_a_frozen_writer(
     async with store.running():
         await put_one(store, "t:f:kept:0", b"kept")
         await put_one(store, "t:f:short:0", b"short", ttl_s=5.0)
-        await store.sweep()  # behind the one at the start
-        clock.now += 3_600  # expired, and long enough unused to be marked
+        await store.sweep()  # after the sweep at the start
+        clock.now += 3_600  # expired, and unused for long enough that a read sets the access time
         with all_locked(tmp_path):
             async with asyncio.timeout(10):
                 assert await get_one(store, "t:f:kept:0", 4) == (GetStatus.HIT, b"kept")

@@ -1,4 +1,4 @@
-"""A near store in front of a far one: what is copied, what is read where, and what fails."""
+"""A near store in front of a far one: copies, reads of either store, and failures."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ async def test_a_first_store_that_hangs_leaves_the_second_one_in_use(
         disk = hung_reads(tmp_path, monkeypatch)
         async with asyncio.TaskGroup() as group:
             try:
-                for count, name in enumerate(TWENTY[:4], 1):  # as many as it has threads
+                for count, name in enumerate(TWENTY[:4], 1):  # the number of its threads
                     group.create_task(get_one(store, name, 5))
                     await until(lambda count=count: disk.num_hung == count)  # type: ignore[misc]
-                monkeypatch.undo()  # the second disk is another
+                monkeypatch.undo()  # the second store is on another disk
                 took_s = []
                 for name in TWENTY[4:9]:
                     started = time.monotonic()
@@ -96,7 +96,7 @@ async def test_a_first_store_whose_writes_hang_leaves_the_second_one_in_use(
     settings = StoreSettings(resilience=resilience)
     store = open_guarded_store(f"layered:{'|'.join(urls)}", settings, SystemClock())
     async with store.running(), asyncio.TaskGroup() as group:
-        with all_locked(tmp_path / "first"):  # as by a process that was stopped in the middle
+        with all_locked(tmp_path / "first"):  # as by a process that was stopped with the locks
             puts = []
             async with asyncio.timeout(60):
                 for name in itertools.cycle(TWENTY):
@@ -104,7 +104,7 @@ async def test_a_first_store_whose_writes_hang_leaves_the_second_one_in_use(
                     await asyncio.wait(puts[-1:], timeout=0.3)
                     if puts[-1].done() and puts[-1].result() is PutStatus.STORED:
                         break
-            assert not all(put.done() for put in puts)  # some buffers are the first store's yet
+            assert not all(put.done() for put in puts)  # the first store still uses some buffers
 
 
 async def test_who_starts_while_one_of_several_stores_is_down_uses_it_when_it_is_back(
@@ -112,7 +112,7 @@ async def test_who_starts_while_one_of_several_stores_is_down_uses_it_when_it_is
 ) -> None:
     monkeypatch.setattr(layered, "_RETRY_S", 0.02)
     paths = [tmp_path / "first", tmp_path / "second"]
-    paths[0].touch()  # where a directory has to be
+    paths[0].touch()  # a file where a directory is needed
     url = f"layered:{'|'.join(path.as_uri() for path in paths)}"
     settings = StoreSettings(
         resilience=ResilienceSettings(timeout_s=40.0, write_timeout_s=20.0, probe_interval_s=0.02)
@@ -158,7 +158,7 @@ async def test_copies_beyond_the_limit_are_not_made() -> None:
 
 
 async def test_changes_that_one_of_several_stores_misses_keep_nobody_from_the_others() -> None:
-    """Such as touches of a long prompt that is used, in batches."""
+    """For example, blocks of a long prompt are touched in batches."""
     parts = [memory(), memory()]
     store = LayeredStore(parts[0], parts[1], LayeredSettings())
     guarded = GuardedStore(store, ResilienceSettings(timeout_s=20.0), SystemClock())
@@ -208,7 +208,7 @@ async def test_two_who_find_one_copy_rotten_cost_that_copy() -> None:
 
 
 class Gated(MemoryStore):
-    """What has been read, and what is to be deleted, waits at a gate while that is closed."""
+    """A store whose reads wait for `reads` after reading, and deletions for `deletions` before."""
 
     def __init__(self) -> None:
         super().__init__(MemorySettings(), SystemClock())
@@ -229,7 +229,7 @@ class Gated(MemoryStore):
 
 
 async def until_near(store: LayeredStore, near: FaultyStore, far: Store) -> None:
-    """Return when every copy that is made of what was read before is near."""
+    """Wait until all copies of values that were read before are in the near store."""
     assert await put_one(far, TWENTY[9], b"value") is STORED
     assert (await get_one(store, TWENTY[9], 5))[0] is GetStatus.HIT
     async with asyncio.timeout(20):
@@ -279,14 +279,14 @@ async def test_a_value_that_is_replaced_while_it_is_copied_is_not_near_afterward
 
 
 async def test_copies_that_wait_for_the_near_store_end_with_the_lifetime() -> None:
-    """Others can change what is there until it is opened again."""
+    """Other processes can change the values until the store is opened again."""
     near, far = memory(), Gated()
     store = LayeredStore(near, far, LayeredSettings())
     async with store.running():
         for name in TWENTY[:2]:
             assert await put_one(far, name, b"value") is STORED
         near.hold_writes()
-        for name in TWENTY[:2]:  # the first is being put, the second waits for it
+        for name in TWENTY[:2]:  # the first is being written, the second waits for it
             assert (await get_one(store, name, 5))[0] is GetStatus.HIT
             await near.until_held(1)
     near.release()

@@ -1,4 +1,4 @@
-"""`tierkv storage`: what an operator sees of a store and does to it."""
+"""Commands of `tierkv storage`, with which an operator inspects and changes a store."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_what_only_one_of_several_stores_has_is_listed_counted_and_removed(
     first, second = ((tmp_path / name).as_uri() for name in "ab")
     asyncio.run(fill(first))
     asyncio.run(fill(second))
-    damage(first, item(ONE, 7))  # such as a near copy of what is gone from the far store
+    damage(first, item(ONE, 7))  # such as a near copy of a value that the far store has lost
     damage(second, item(ONE, 8))
     url = f"layered:{first}|{second}"
     names = [value["name"] for value in answer("ls", url, "--prefix", ONE)["values"]]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What is particular to the store in memory: its capacity."""
+"""Behaviour that only the memory store has: its capacity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store on Mooncake, in short; the whole contract suite runs on it under the marker slow."""
+"""The Mooncake store in short; its full contract suite is marked slow."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_values_go_there_and_come_back(empty_mooncake: MooncakeServer) -> 
             assert (got.status, got.num_bytes) == (GetStatus.HIT, 50_088)
             assert buffer[:88] == content_of(names[0], 88)
             assert buffer[88:50_088] == content_of(names[0], 50_000)
-        for count in (90, 120):  # of which a third have no bytes; it takes 64 pieces of a value
+        for count in (90, 120):  # a third of the pieces are empty; a call takes 64 pieces
             sizes = [at % 3 for at in range(count)]
             item, buffers = landing(names[0], *sizes, 50_088 - sum(sizes))
             assert [one.status for one in await store.get_into([item])] == [GetStatus.HIT]
@@ -105,7 +105,7 @@ def test_more_threads_than_the_deadline_of_its_calls_allows_are_refused() -> Non
 
 
 class Watched:
-    """Mooncake's client, with what it is told of memory and which memory it is asked to use."""
+    """Mooncake's client, with a record of registered memory and of the memory that calls use."""
 
     def __init__(self, client: MooncakeClient) -> None:
         self._client = client
@@ -150,7 +150,7 @@ class Watched:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
-    """Every client that is made."""
+    """Return a list that receives every client that is created."""
     made: list[Watched] = []
     package = importlib.import_module("mooncake.store")
 
@@ -166,7 +166,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
 
 @pytest.fixture
 def as_over_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a client that uses TCP all the same."""
+    """Let the store use its client as over RDMA; the client still uses TCP."""
     monkeypatch.setattr(MooncakeSettings, "is_rdma", property(lambda _: True))
 
 
@@ -175,7 +175,7 @@ def as_over_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_blocks_go_between_the_stores_memory_and_slots_that_its_client_was_told_of(
     empty_mooncake: MooncakeServer, watched: list[Watched], form: str
 ) -> None:
-    """Over RDMA nothing else is reached, headers included."""
+    """Over RDMA only registered memory can be accessed, also for headers."""
     store: Store = open_store(empty_mooncake.url, StoreSettings(), SystemClock())
     if form == "resilient":
         store = GuardedStore(store, ResilienceSettings(timeout_s=60.0), SystemClock())
@@ -200,7 +200,7 @@ async def test_blocks_go_between_the_stores_memory_and_slots_that_its_client_was
         again = await here.run(tokens)
         assert again.storage_tokens == 4 * BLOCK
         [client] = watched
-        assert len(client.asked) >= 2 * 2 * 4  # put and got, a header and a payload of each
+        assert len(client.asked) >= 2 * 2 * 4  # each header and payload is written and read
         assert [one for one in client.asked if not client.is_told_of(*one)] == []
         pool_bytes = (32 + STAGING_BLOCKS) * here.layout.block_bytes
         [start] = [at for at, size in client.registered.items() if size == pool_bytes]
@@ -216,7 +216,10 @@ async def test_blocks_go_between_the_stores_memory_and_slots_that_its_client_was
 async def test_a_call_has_no_more_pieces_than_a_frozen_provider_may_hold_it_for(
     empty_mooncake: MooncakeServer, watched: list[Watched], count: int
 ) -> None:
-    """After 60 s a call ends; pieces that came then would land in what is somebody else's."""
+    """A call returns after 60 s.
+
+    Later pieces would be written into buffers that are in use again.
+    """
     settings = MooncakeSettings()
     store = MooncakeStore(empty_mooncake.url, settings)
     names = [f"t:pieces:{count}:{index}" for index in range(19)]
@@ -255,7 +258,7 @@ async def test_memory_that_cannot_be_registered_is_reported(
 async def test_over_tcp_nobody_is_told_of_host_memory(
     empty_mooncake: MooncakeServer, watched: list[Watched]
 ) -> None:
-    """Who reaches the client's port could read and write it."""
+    """Any host that reaches the client's port could read and write registered memory."""
     store = MooncakeStore(empty_mooncake.url, MooncakeSettings())
     store.use_memory([memoryview(bytearray(4096))])
     async with store.running():
@@ -278,7 +281,7 @@ def stopped(
 
 @asynccontextmanager
 async def longest_wait_of_the_loop() -> AsyncIterator[list[float]]:
-    """Seconds between each two turns of the loop."""
+    """Yield a list of the seconds between turns of the event loop."""
     waits: list[float] = []
 
     async def watch() -> None:
@@ -289,9 +292,9 @@ async def longest_wait_of_the_loop() -> AsyncIterator[list[float]]:
 
     async with asyncio.TaskGroup() as group:
         watcher = group.create_task(watch())
-        await asyncio.sleep(0)  # it has begun
+        await asyncio.sleep(0)  # the watcher has begun
         yield waits
-        await asyncio.sleep(0.02)  # a turn that was held up is noted
+        await asyncio.sleep(0.02)  # the last turn is recorded
         watcher.cancel()
 
 
@@ -301,7 +304,7 @@ async def longest_wait_of_the_loop() -> AsyncIterator[list[float]]:
 async def test_a_master_that_is_gone_or_frozen_holds_calls_and_the_stores_end_for_seconds_only(
     how: signal.Signals,
 ) -> None:
-    """Where its client would wait for 30 at each, and 20 times when it is opened."""
+    """By default Mooncake's client waits 30 s for each call, and 20 times to connect."""
     names = [f"t:f:{index:02}:0" for index in range(24)]
     with mooncake_server("64 MB") as server:
         store = MooncakeStore(server.url, MooncakeSettings())
@@ -338,8 +341,8 @@ async def test_what_a_frozen_provider_sends_later_lands_in_no_buffer_of_a_read_t
                 assert {one.status for one in gets} == {GetStatus.FAILED}
                 assert 2 <= time.monotonic() - started < 10, "a halt, and what the machine needs"
                 before = [[bytes(buffer) for buffer in buffers] for _, buffers in landings]
-            # What is asked for now comes behind what was being sent. The master may have given the
-            # provider up meanwhile, with its values.
+            # New reads wait behind the values that were being sent. The master may have dropped the
+            # provider and its values in the meantime.
             give_up_at = time.monotonic() + 60
             statuses = {GetStatus.MISS}
             while statuses != {GetStatus.HIT} and time.monotonic() < give_up_at:
@@ -371,8 +374,10 @@ async def test_of_a_provider_frozen_while_values_came_none_is_seen_and_all_can_b
 
 @pytest.mark.slow
 async def test_a_value_whose_master_froze_while_it_became_visible_is_whole_or_not_there() -> None:
-    """A gate before the master lets the questions pass that name the value (is it there, room for
-    it), and holds the third: it is there."""
+    """A proxy stops the third message about the value, which makes the value visible.
+
+    The first two messages ask if the value exists, and for memory.
+    """
     name = "t:becomes-visible:0"
     content = content_of(name, 512 << 10)
     with mooncake_server("64 MB") as server, master_gate(server.master_port, name) as gate:
@@ -408,7 +413,7 @@ async def test_a_value_whose_master_froze_while_it_became_visible_is_whole_or_no
 async def test_a_small_value_is_read_until_two_readings_agree(
     monkeypatch: pytest.MonkeyPatch, readings: tuple[bytes, ...], outcome: bytes | str
 ) -> None:
-    """Mooncake replaces it where it lies, and none tears it when asked to."""
+    """Mooncake replaces a value in place, so one read can return parts of two values."""
     left = list(readings)
     client = SimpleNamespace(
         setup=lambda *_: 0,

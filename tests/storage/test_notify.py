@@ -1,4 +1,4 @@
-"""Hints arrive where they can, are missed without harm where they cannot, and leave nothing."""
+"""Hints arrive where a store can send them; a missing hint does no harm; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOPIC = "tierkv:ticket:1"
 
 @asynccontextmanager
 async def opened(*urls: str) -> AsyncIterator[list[tuple[Store, Notifier]]]:
-    """Each as a process of its own would open it."""
+    """Yield a running store and its notifier for each URL, as in separate processes."""
     async with AsyncExitStack() as stack:
         found = []
         for url in urls:
@@ -40,7 +40,7 @@ async def opened(*urls: str) -> AsyncIterator[list[tuple[Store, Notifier]]]:
 
 @contextmanager
 def again(server: RedisServer) -> Iterator[None]:
-    """The same server, killed before, with nothing in it."""
+    """Start a killed server again, without values."""
     server.popen.wait()
     with subprocess.Popen(server.popen.args, stdout=subprocess.DEVNULL) as popen:
         try:
@@ -70,7 +70,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 async def test_what_one_tells_the_other_hears_in_order(url: str) -> None:
     async with opened(url, url) as [(_, teller), (_, hearer)]:
         with hearer.listen(TOPIC) as listener:
-            assert await finish(listener.next(10)) == EMPTY_MESSAGE  # from now on nothing is missed
+            assert await finish(listener.next(10)) == EMPTY_MESSAGE  # from now on messages arrive
             assert listener.is_live
             for number in range(20):
                 await teller.notify(TOPIC, f"p{number}")
@@ -111,12 +111,12 @@ async def test_a_store_that_cannot_tell_is_polled() -> None:
 
 async def test_hints_between_files_leave_no_file_behind(tmp_path: Path) -> None:
     async with opened(tmp_path.as_uri(), tmp_path.as_uri()) as [(store, teller), (_, hearer)]:
-        await teller.notify(TOPIC, "early")  # nobody has ever listened
+        await teller.notify(TOPIC, "early")  # no process has ever listened
         assert not (tmp_path / DIRECTORY).exists()
         left = tmp_path / DIRECTORY / "left"
         left.parent.mkdir()
         left.touch()
-        os.utime(left, (1, 1))  # by a process that died while telling
+        os.utime(left, (1, 1))  # left by a process that died during `notify`
         with hearer.listen(TOPIC) as listener:
             await live(listener)
             for number in range(50):
@@ -144,7 +144,7 @@ async def test_without_inotify_files_are_polled_and_it_is_said_once(
 async def test_hints_that_hang_with_their_disk_hold_up_nobody_else(tmp_path: Path) -> None:
     directory = tmp_path / DIRECTORY
     directory.mkdir()
-    # To open a FIFO that nobody reads hangs in the kernel.
+    # Opening a FIFO without a reader hangs in the kernel.
     fifo = directory / f"{hashlib.sha256(TOPIC.encode()).hexdigest()[:32]}.hello"
     os.mkfifo(fifo)
     notifier = FileNotifier(tmp_path)
@@ -152,7 +152,7 @@ async def test_hints_that_hang_with_their_disk_hold_up_nobody_else(tmp_path: Pat
         async with asyncio.timeout(10), asyncio.TaskGroup() as group:
             for _ in range(200):
                 group.create_task(notifier.notify(TOPIC, "hello"))
-        async with asyncio.timeout(10):  # the threads that all others share
+        async with asyncio.timeout(10):  # the threads of asyncio's default executor
             await asyncio.gather(*(asyncio.to_thread(int) for _ in range(40)))
         reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -173,12 +173,12 @@ async def test_a_listener_comes_back_after_its_server_was_killed() -> None:
                 await live(listener)
                 first.kill()
                 await until(lambda: not listener.is_live, "a loss that is noticed")
-                await notifier.notify(TOPIC, "lost")  # never fails
+                await notifier.notify(TOPIC, "lost")  # raises no error
                 with again(first):
                     await live(listener)
                     while await listener.next(0.05) is not None:
                         pass
-                    for _ in range(100):  # the store's own connection comes back when it is used
+                    for _ in range(100):  # the store reconnects when it is used
                         await notifier.notify(TOPIC, "back")
                         if await listener.next(0.1) == "back":
                             return

@@ -1,4 +1,4 @@
-"""What cannot be opened is refused with one sentence that says what to do."""
+"""A store that cannot be opened is refused with one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tierkv.storage.redis.url import TlsFiles
 
 
 async def refusal(url: str, tls: TlsFiles | None = None, *, timeout_s: float = 10.0) -> str:
-    """One line, without what only a programmer reads."""
+    """Return the error of a store that cannot be opened, after a check for Python internals."""
     patient = RedisSettings(timeout_s=timeout_s, connect_timeout_s=timeout_s, tls=tls or TlsFiles())
-    guarded = ResilienceSettings(timeout_s=timeout_s)  # each of several stores
+    guarded = ResilienceSettings(timeout_s=timeout_s)  # for each store of a layered one
     settings = StoreSettings(redis=patient, resilience=guarded)
     with pytest.raises(TierKVError) as caught:
         async with open_store(url, settings, SystemClock()).running():

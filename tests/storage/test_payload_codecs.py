@@ -1,5 +1,8 @@
-"""Payloads that a codec makes shorter go the whole way; values of the last release are read, and
-values without a payload codec are those that it reads."""
+"""Values with a payload codec pass through all stores.
+
+Values of the last release can be read. Values without a payload codec can be read by the last
+release.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ LONG = layered(16, [("key", "bfloat16", 4096), ("value", "bfloat16", 4096)], num
 
 
 class Zlib:
-    """A payload codec."""
+    """A payload codec that compresses with zlib."""
 
     def encode(self, payload: Buffer) -> Buffer:
         return zlib.compress(payload, 1)
@@ -148,7 +151,7 @@ def test_a_value_that_was_cut_is_damaged_whatever_its_room_holds(
 
 @dataclass
 class Place:
-    """A store, and blocks of one prompt in host slots, two of which no codec makes shorter."""
+    """A store, and the blocks of one prompt in host slots. No codec makes two of them shorter."""
 
     store: Store
     trust: Trust
@@ -178,7 +181,7 @@ class Place:
         assert {outcome.status for outcome in put} == {PutStatus.STORED}
 
     async def fetch(self) -> list[GetStatus]:
-        """Bring the prompt into slots 6 to 10, which held anything."""
+        """Fill slots 6 to 10 with other bytes, and read the prompt into them."""
         self.host.array[6:11] = 0xEE
         got = await self.io.fetch(self.keys, np.arange(6, 11, dtype=np.int32))
         return [outcome.status for outcome in got]
@@ -212,7 +215,7 @@ async def test_blocks_and_tails_come_back_byte_for_byte_through_a_payload_codec(
         stored = {v.name: v.num_bytes for v in (await here.store.list("tierkv", limit=99)).values}
         sizes = [stored[here.io.names.name(key)] for key in here.keys]
         assert min(sizes[:2]) > LONG.block_bytes > 2 * max(sizes[2:])
-        for _ in range(2):  # the second time from near, where there is such a store
+        for _ in range(2):  # the second time from the near store, if there is one
             assert await here.fetch() == [GetStatus.HIT] * 5
             assert np.array_equal(here.host.array[6:10], here.host.array[:4])
             tail = [LONG.cut_tail(here.host.array[slot], 5).tobytes() for slot in (4, 10)]
@@ -222,7 +225,7 @@ async def test_blocks_and_tails_come_back_byte_for_byte_through_a_payload_codec(
         found = await here.io.tails.best(tail_key.tail.parent, tail_key.tail.tokens, b"", "")
         assert found is not None
         assert found.key.digest == tail_key.digest
-        verified = await verify(here.store, "tierkv", KEY)  # which knows no payload codec
+        verified = await verify(here.store, "tierkv", KEY)  # `verify` has no payload codec
         assert len(verified.damaged) in {3, 6}  # copies in near stores, too
         assert {"payload codec 7" in why for _, why in verified.damaged} == {True}
 
@@ -246,7 +249,7 @@ async def test_nodes_with_and_without_a_payload_codec_share_what_both_can_read(
     tmp_path: Path,
     empty_redis: RedisServer,
 ) -> None:
-    """A reader that knows a codec reads what is written without; the other way round it misses."""
+    """A reader with a codec reads values without one. A reader without the codec gets DAMAGED."""
     async with place("redis", Trust.TRUSTED, tmp_path, empty_redis, PAYLOAD_CODECS) as old:
         await old.flush()
         async with place("redis", Trust.TRUSTED, tmp_path, empty_redis) as new:
@@ -284,7 +287,7 @@ async def test_values_of_the_last_release_are_read(trust: Trust, payloads: Paylo
 
 @asynccontextmanager
 async def reading(one: Node, trust: Trust, payloads: PayloadCodecs) -> AsyncIterator[StorageIO]:
-    """What `one` reads with, had it these payload codecs."""
+    """Yield the `StorageIO` that `one` would have with other payload codecs."""
     io = StorageIO(
         one.store,
         one.io.names,
@@ -300,7 +303,7 @@ async def reading(one: Node, trust: Trust, payloads: PayloadCodecs) -> AsyncIter
 
 @pytest.mark.parametrize("trust", Trust)
 async def test_the_last_release_can_read_what_is_written_now(trust: Trust) -> None:
-    """The same bytes; where they are encrypted with a random nonce, the same once opened."""
+    """The stored bytes are the same; values with a random nonce are compared after decryption."""
     async with node(1, trust) as one:
         for slot, block in enumerate(blocks()):
             content = payload(block, BLOCK, 0, 1)

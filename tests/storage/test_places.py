@@ -1,4 +1,4 @@
-"""Places for stores: filled, emptied and refilled while requests run, also late and cancelled."""
+"""Stores are attached, detached and exchanged while requests run, also late and after a cancel."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
             assert not under_way.done()
             old.release()
         async with asyncio.timeout(5):
-            while await answers(old):  # it is left when its last operation has ended
+            while await answers(old):  # it is closed when its last operation has ended
                 pass
         await fill(store)
         await check(store)
@@ -71,7 +71,7 @@ async def test_a_store_attached_again_stays_in_use(tmp_path: Path) -> None:
         for _ in range(3):
             await places.attach(store)
             assert await put_one(places, TWENTY[0], b"x", keep_existing=False) is STORED
-        for _ in range(3):  # while it is still being left
+        for _ in range(3):  # while it is still being closed
             assert places.detach() is store
             await places.attach(store)
             assert await put_one(places, TWENTY[0], b"x", keep_existing=False) is STORED
@@ -109,7 +109,7 @@ async def test_a_store_that_cannot_be_opened_leaves_the_old_one_in_place(tmp_pat
 
 
 async def test_a_tenants_store_that_fails_keeps_no_other_tenants_values_from_living_on() -> None:
-    """Blocks that are used are told in batches of all tenants."""
+    """One `touch` has the used blocks of all tenants."""
     failing, other = memory(), memory()
     store = Routed({"t:a": failing, "t:b": other}, memory())
     async with store.running():
@@ -157,11 +157,11 @@ async def test_a_store_that_refuses_is_not_asked_on_and_on() -> None:
     with pytest.raises(StoreUnavailableError, match="nobody listens there"):
         async with Places(store).running():
             raise AssertionError("it opens")
-    assert store.num_tries <= 3  # one, unless this process stood still for as long as a late answer
+    assert store.num_tries <= 3  # one, if this process was not delayed by as long as a late answer
 
 
 class ShutStore(MemoryStore):
-    """Cannot be opened, and says so only when it is let."""
+    """A store that fails to open, as soon as `may_say` is set."""
 
     def __init__(self) -> None:
         super().__init__(MemorySettings(), SystemClock())

@@ -1,4 +1,4 @@
-"""Stores of stores against a naive model, while parts of them fail at random, item by item."""
+"""Stores that consist of several stores, compared with a model while items fail at random."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZE = 20
 
 
 class Fickle(StoreWrapper):
-    """Fails, loses and spoils so large a share of what it is asked, one item apart from another."""
+    """A store that fails, loses or damages a random `share` of the items."""
 
     def __init__(self, rng: random.Random) -> None:
         self.inner = MemoryStore(MemorySettings(), SystemClock())
@@ -88,7 +88,7 @@ class Fickle(StoreWrapper):
 
 
 class Model:
-    """One composed store, and what the parts of it have."""
+    """A store that consists of several stores, with access to the values in each of them."""
 
     def __init__(self, kind: str, rng: random.Random) -> None:
         self.rng = rng
@@ -177,10 +177,10 @@ class Model:
             assert deleted == sum(any(had[name]) for name in set(names))
 
     async def forget(self, names: Sequence[str], had: dict[str, list[bool]]) -> None:
-        """Of each the copy that was read goes, and it is said whether another may be there."""
+        """Check that `forget_damaged` removes one copy, and reports if another may be left."""
         items = [landing(name, SIZE)[0] for name in dict.fromkeys(names)]
         outcomes = await self.store.get_into(items)
-        bad = (GetStatus.HIT, GetStatus.DAMAGED)  # as whoever checks them may find
+        bad = (GetStatus.HIT, GetStatus.DAMAGED)  # the caller may find either damaged
         read = [i.name for i, one in zip(items, outcomes, strict=True) if one.status in bad]
         had = await self.have()
         others = await self.store.forget_damaged(read)

@@ -1,4 +1,4 @@
-"""A host name with several addresses, of which some lead nowhere."""
+"""A host name with several addresses, some of which do not answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tierkv.storage.redis.wire import PlainPipe
 
 @contextmanager
 def deaf(port: int) -> Iterator[str]:
-    """An address where no connection is refused, and none is made: the line for them is full."""
+    """Yield an address that neither accepts nor refuses connections: its backlog is full."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.2", port))
@@ -54,7 +54,7 @@ async def test_a_cancel_leaves_no_attempt_behind(monkeypatch: pytest.MonkeyPatch
     with redis_server() as server, deaf(server.port) as nobody:
         before = asyncio.all_tasks()
         connecting = asyncio.create_task(connect(monkeypatch, server.port, nobody, nobody))
-        await asyncio.sleep(0.15)  # both are being tried by now
+        await asyncio.sleep(0.15)  # connections to both addresses are being tried
         connecting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await connecting
@@ -62,7 +62,7 @@ async def test_a_cancel_leaves_no_attempt_behind(monkeypatch: pytest.MonkeyPatch
 
 
 class Leading(socket.socket):
-    """A socket that says where it leads to; nowhere, if that is None."""
+    """A socket whose peer a test sets; None for a connection that has ended."""
 
     peer: str | None = None
 

@@ -1,4 +1,4 @@
-"""The store on a Redis cluster: where names go, and slots and masters that move, leave and die."""
+"""The store on a Redis cluster: hash slots and masters that move, leave and die."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tierkv.storage.redis.wire import Address
 NAMES = [f"t:f:{index:04}:0" for index in range(400)]
 FEW = NAMES[:50]
 HERE = Address("127.0.0.1", 1)
-# The goals themselves on request, as in test_reliability.py; else what only a hang takes.
+# Strict bounds on request, as in test_reliability.py; otherwise bounds that only a hang exceeds.
 STRICT = bool(os.environ.get("TIERKV_STRICT_TIMES"))
 SLACK = 1.0 if STRICT else 20.0
 
@@ -72,7 +72,10 @@ def test_a_slot_table_names_each_master_once() -> None:
     ("told", "host"),
     [
         ([b"?", 7, b"id", [b"ip", b"10.0.0.7"]], "10.0.0.7"),
-        ([None, 7, b"id", [b"ip", b"10.0.0.7"]], "127.0.0.1"),  # not to be named: as we came
+        (
+            [None, 7, b"id", [b"ip", b"10.0.0.7"]],
+            "127.0.0.1",
+        ),  # no host that may be named: the address that was asked
         ([b"a.example", 7, b"id", [b"ip", b"10.0.0.7"]], "a.example"),
         ([b"?", 7, b"id", []], "127.0.0.1"),
         ([b"?", 7], "127.0.0.1"),
@@ -103,7 +106,7 @@ async def filled(store: RedisStore, names: Sequence[str] = NAMES) -> None:
 
 
 async def check_all(store: RedisStore) -> Counter[GetStatus]:
-    """Read every value; a hit with other bytes is a failure of the test."""
+    """Read every value and count the statuses; a hit with wrong bytes fails the test."""
     landings = [landing(name, 5_000) for name in NAMES]
     outcomes = await store.get_into([item for item, _ in landings])
     for (item, [buffer]), outcome in zip(landings, outcomes, strict=True):
@@ -139,7 +142,7 @@ async def test_a_cluster_that_does_not_tell_its_addresses_is_used_and_resharded(
 
 
 async def reshard(cluster: RedisCluster, start: int, count: int) -> None:
-    """Move slots away from the first master, which has the lowest, and back."""
+    """Move slots from the first master, which has the lowest ones, to the second and back."""
     first, second = cluster.masters[:2]
     slots = range(start, start + count)
     await asyncio.to_thread(cluster.move_slots, slots, first, second)
@@ -168,7 +171,7 @@ async def test_resharding_shows_in_no_answer(
 
 
 def promoted_at(cluster: RedisCluster) -> float:
-    """When the first master's replica is master. Blocks."""
+    """Wait until the first master's replica is master, and return the time. Blocks the thread."""
     wait_until(lambda: is_master(cluster.replicas[0]), "a replica that takes over")
     return time.monotonic()
 
@@ -188,13 +191,15 @@ async def test_a_master_that_dies_costs_answers_only_until_its_replica_takes_ove
     recoveries, ours = [], []
     for _ in range(trials):
         with redis_cluster(3, has_replicas=True) as cluster:
-            settings = RedisSettings() if STRICT else PATIENT  # who dies is not noticed by these
+            settings = (
+                RedisSettings() if STRICT else PATIENT
+            )  # with these settings, timeouts do not reveal a dead server
             store = redis_store(cluster.url, settings)
             async with store.running():
                 await filled(store)
                 for master in cluster.masters:
                     await asyncio.to_thread(master.execute, "WAIT", 1, 5_000)
-                await asyncio.sleep(1.2)  # a failover is refused to replicas that are too new
+                await asyncio.sleep(1.2)  # a replica that is too new may not take over
                 cluster.masters[0].kill()
                 killed_at = time.monotonic()
                 async with asyncio.TaskGroup() as group:
@@ -215,8 +220,8 @@ async def test_a_master_that_dies_costs_answers_only_until_its_replica_takes_ove
         f"recovered after {min(recoveries):.2f} to {max(recoveries):.2f} s, "
         f"{max(ours):.2f} s of that at most after the replica had taken over"
     )
-    # What the cluster needs to see that a master is dead and to elect another is its own: a node
-    # timeout, the replica's delay of 0.5 to 1 s, and two gossips, which a busy machine holds up.
+    # The cluster itself needs time to detect that a master is dead and to elect another: a node
+    # timeout, the replica's delay of 0.5 to 1 s, and two gossip rounds.
     assert max(ours) <= 0.4 * SLACK
     assert max(recoveries) <= 3.0 * SLACK
 
@@ -234,18 +239,18 @@ async def test_sentinels_lead_to_the_master_that_takes_over() -> None:
             async with asyncio.timeout(30):
                 while await put_one(store, "t:f:b:0", b"after") is not PutStatus.STORED:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
-            await asyncio.to_thread(  # each sentinel hears of it in its own time
+            await asyncio.to_thread(  # each Sentinel finds out at another time
                 wait_until, lambda: group.master_port() == group.replica.port, "a new master"
             )
             assert await store.get("t:f:a:0", max_bytes=10) == b"before"
             assert await store.get("t:f:b:0", max_bytes=10) == b"after"
-            while page.cursor is not None:  # which was the other server's
+            while page.cursor is not None:  # the cursor of the other server
                 page = await store.list("t:l", limit=1_000, cursor=page.cursor)
                 listed |= {value.name for value in page.values}
             assert len(listed) == 3_000
 
 
-# Nodes that come, go and die while the store is in use
+# Nodes that join, leave and die while the store is in use
 
 
 def slots_of(server: RedisServer) -> set[int]:
@@ -265,7 +270,10 @@ def id_of(server: RedisServer) -> str:
 
 
 def move_all(cluster: RedisCluster, source: RedisServer, target: RedisServer) -> None:
-    """Slots with values one by one, as a resharding does; the others at once. Blocks."""
+    """Move all slots of a server: slots with values one by one, the other slots at once.
+
+    Blocks the thread.
+    """
     slots = slots_of(source)
     full = slots & {slot_of(name) for name in FEW}
     for slot in sorted(full):
@@ -282,7 +290,7 @@ def move_all(cluster: RedisCluster, source: RedisServer, target: RedisServer) ->
 async def test_values_on_their_way_between_two_masters_are_listed(
     empty_cluster: RedisCluster,
 ) -> None:
-    """Neither describes one that has gone ahead: its slot is still the other's."""
+    """The old master has the slot but not the value, and the new one the value but not the slot."""
     cluster = empty_cluster
     store = redis_store(cluster.url)
     name, stays = "t:f:moving:0", "t:f:000:0"
@@ -310,7 +318,7 @@ async def test_values_on_their_way_between_two_masters_are_listed(
 
 @pytest.fixture
 def own_cluster() -> Iterator[RedisCluster]:
-    """A cluster that a test may leave broken."""
+    """Yield a cluster that the test may leave broken."""
     with redis_cluster(3) as cluster:
         yield cluster
 
@@ -331,7 +339,7 @@ async def test_a_node_that_left_the_cluster_is_not_believed(own_cluster: RedisCl
         await filled(store, FEW)
         await asyncio.to_thread(leave)
         async with asyncio.timeout(20):
-            for _ in range(3):  # whatever it asks, and whenever it asks it
+            for _ in range(3):  # for any operation, at any time
                 while True:
                     with suppress(StoreUnavailableError):
                         if await store.exists(FEW) == len(FEW):
@@ -340,7 +348,7 @@ async def test_a_node_that_left_the_cluster_is_not_believed(own_cluster: RedisCl
                 await asyncio.sleep(0.3)
         assert (await store.usage("t:")).num_values == len(FEW)
         await store.ping()
-    again = redis_store(cluster.url)  # its URL still names the node first
+    again = redis_store(cluster.url)  # the URL still names the removed node first
     async with again.running():
         assert await again.exists(FEW) == len(FEW)
 
@@ -355,7 +363,7 @@ async def test_a_cluster_that_nobody_has_made_is_said_to_be_none() -> None:
 
 @pytest.mark.slow
 async def test_the_breaker_closes_when_a_replica_has_taken_over_though_nobody_asks() -> None:
-    """While it is open only pings reach the cluster, so they must find the new master."""
+    """An open breaker passes only pings to the cluster, so a ping must find the new master."""
     with redis_cluster(3, has_replicas=True) as cluster:
         inner = redis_store(cluster.url, RedisSettings(timeout_s=1.0, connect_timeout_s=1.0))
         settings = ResilienceSettings(timeout_s=1.2, probe_interval_s=0.3, negative_ttl_s=0.0)
@@ -368,7 +376,7 @@ async def test_the_breaker_closes_when_a_replica_has_taken_over_though_nobody_as
             await filled(inner, FEW)
             for master in cluster.masters:
                 await asyncio.to_thread(master.execute, "WAIT", 1, 5_000)
-            await asyncio.sleep(1.2)  # a failover is refused to replicas that are too new
+            await asyncio.sleep(1.2)  # a replica that is too new may not take over
             cluster.masters[0].kill()
             async with asyncio.timeout(40):
                 while not has_open_circuit():

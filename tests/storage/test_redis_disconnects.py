@@ -1,5 +1,7 @@
-"""A server, or what lies between, ends all connections in the middle of work: it is done over new
-ones, and nothing is answered that was not so."""
+"""A server or proxy closes all connections during requests.
+
+The requests are carried out over new connections, and no outcome is wrong.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ async def test_connections_that_end_in_the_middle_cost_nobody_an_answer(
 async def test_what_is_not_the_same_the_second_time_is_right_or_not_answered(
     empty_redis: RedisServer,
 ) -> None:
-    """A digest that has taken a part of its value, and how many values there were to forget."""
+    """A repeated read would update a digest twice; a repeated UNLINK would count no values."""
     store = redis_store(empty_redis.url)
 
     async def use(at: int) -> None:
@@ -99,7 +101,7 @@ async def test_only_what_may_be_done_twice_is_sent_again_to_a_server_that_ends_w
 async def end_in_the_middle(
     server: RedisServer, use: Callable[[int], Coroutine[None, None, None]]
 ) -> None:
-    """In each round everybody works, and the server ends all connections once."""
+    """Run `use` for all names, and close all connections once, in each of several rounds."""
     for _ in range(ROUNDS):
         async with asyncio.TaskGroup() as group:
             for at in range(len(NAMES)):

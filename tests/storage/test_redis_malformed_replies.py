@@ -1,4 +1,4 @@
-"""Servers that say what no Redis says, and values that nobody who knows the name has written."""
+"""Servers that send replies that no Redis sends, and values that tierkv has not written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _USUAL = {b"PING": b"+PONG\r\n", b"CLIENT": b"+OK\r\n"}
 
 @dataclass
 class OddServer:
-    """Answers `oddity` to all but PING and CLIENT."""
+    """A server that answers `oddity` to every command except PING and CLIENT."""
 
     oddity: bytes
     port: int = 0
@@ -89,7 +89,7 @@ async def test_who_listens_to_what_no_redis_says_listens_again_less_and_less_oft
 
 
 class StumblingConnection:
-    """Says nothing, and fails when somebody stops listening to it."""
+    """A connection that receives nothing, and raises an error when the wait is cancelled."""
 
     is_connected = True
 
@@ -142,7 +142,7 @@ async def test_a_notifier_that_is_left_while_its_connection_fails_is_left() -> N
 async def test_a_connection_that_takes_nothing_any_more_is_left_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As to a server that was stopped: what is to be sent waits in the socket for ever."""
+    """If the server was stopped, unsent bytes stay in the socket for ever."""
     monkeypatch.setattr(control, "_SILENT_S", 0.05)
     notifier, connections = notifier_over(
         [StumblingConnection(takes_nothing=True), StumblingConnection()]
@@ -154,7 +154,7 @@ async def test_a_connection_that_takes_nothing_any_more_is_left_for_another(
 
 
 async def test_a_cancel_that_comes_as_a_connection_fails_is_not_forgotten() -> None:
-    """Else whoever asks again and again, such as for a cluster's topology, would never end."""
+    """Otherwise a task that repeats its question, as for a cluster's slots, would never end."""
     connection = StumblingConnection()
     asks = ask_once(lambda: connection, ("PING",), url="redis://one", deadline_s=100.0)
     task = asyncio.ensure_future(asks)
@@ -186,5 +186,5 @@ async def test_a_value_far_too_long_is_damage_before_all_of_it_has_come(
     async with store.running():
         assert (await get_one(store, name, 1_000))[0] is GetStatus.DAMAGED
         assert store.stats.received_bytes < 16 << 20
-        for _ in range(8):  # behind the rest of it, too
+        for _ in range(8):  # also after the rest of the reply
             assert await get_one(store, other, 5) == (GetStatus.HIT, b"right")

@@ -1,4 +1,4 @@
-"""A Redis server that dies in the middle of a reply, seen from the socket."""
+"""A Redis server that dies in the middle of a reply, seen from the client's socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierkv.storage.redis.url import parse_redis_url
 
 
 class DyingServer:
-    """Answers PING. Asked for a value it waits for `go`, sends the half of it, and is gone."""
+    """A server that answers PING. For a value it waits for `go`, sends half of it, and dies."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.was_asked, self.go, self.is_gone = (threading.Event() for _ in range(3))
@@ -36,14 +36,14 @@ class DyingServer:
         with connection:
             while request := connection.recv(65_536):
                 if b"CLIENT" in request:
-                    return  # a connection to ask for the time, which this server does not tell
+                    return  # the connection for TIME, which this server does not answer
                 if b"PING" in request:
                     connection.sendall(b"+PONG\r\n")
                     continue
                 self.was_asked.set()
                 self.go.wait(20)
                 connection.sendall(b"$200000\r\n" + b"x" * 100_000)
-                # As the kernel does for a process that is killed with requests unread: a reset.
+                # Send a reset, as the kernel does for a killed process with unread requests.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 break
         self.is_gone.set()
@@ -63,7 +63,7 @@ def dying_server() -> Iterator[tuple[DyingServer, str]]:
 
 
 async def test_what_a_dead_peer_left_in_the_socket_does_not_hide_its_death() -> None:
-    """uvloop tells once of a socket with an error, and then there are bytes to read first."""
+    """uvloop reports a failed socket only once, even if received bytes are left to read."""
     patient = RedisSettings(timeout_s=20.0, connect_timeout_s=20.0)
     with dying_server() as (server, url):
         store = RedisStore(parse_redis_url(url), patient, SystemClock())
@@ -72,7 +72,7 @@ async def test_what_a_dead_peer_left_in_the_socket_does_not_hide_its_death() -> 
             reading = asyncio.ensure_future(store.get_into([item]))
             await until(server.was_asked.is_set, "a question")
             server.go.set()
-            while not server.is_gone.is_set():  # the loop looks when all of it has come
+            while not server.is_gone.is_set():  # block the loop until all bytes have arrived
                 pass
             [outcome] = await reading
     assert outcome.status is GetStatus.FAILED

@@ -1,4 +1,4 @@
-"""What is particular to the store on Redis: its faults, its connections, its sentences."""
+"""Behaviour that only the Redis store has: its faults, connections and error sentences."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ async def store(empty_redis: RedisServer) -> AsyncIterator[RedisStore]:
 
 @contextmanager
 def ends_within(seconds: float, *, after: float = 0.0) -> Iterator[None]:
-    """The body takes so long in real time; half a second of grace for a busy machine."""
+    """Check that the body takes `after` to `seconds` seconds, with 3 s for a busy machine."""
     started = time.monotonic()
     yield
-    # The upper bound tells a deadline from redis-py's own 12 s, also on a busy machine.
+    # The upper bound is below redis-py's own 12 s, also on a busy machine.
     assert after <= time.monotonic() - started <= seconds + 3.0
 
 
 async def refusal(url: str, settings: RedisSettings = PATIENT) -> str:
-    """What is said when the store is not to be had."""
+    """Return the error of a store that cannot be opened."""
     with pytest.raises(StoreUnavailableError) as caught:
         async with redis_store(url, settings).running():
             pass
@@ -155,13 +155,13 @@ async def refused(work: object) -> str:
 
 @pytest.fixture
 def mortal_redis() -> Iterator[RedisServer]:
-    """A server of the test's own, to be killed."""
+    """Yield a server that the test may kill."""
     with redis_server() as server:
         yield server
 
 
 async def test_an_idle_connection_shows_that_it_is_in_use(empty_redis: RedisServer) -> None:
-    """What lies between forgets it otherwise, after 350 s say, and the next request is lost."""
+    """Without keepalive a firewall drops an idle connection, and the next request is lost."""
     pipe = await open_pipe(Address("127.0.0.1", empty_redis.port), None)
     try:
         with socket.socket(fileno=os.dup(pipe.fd)) as same:
@@ -172,7 +172,7 @@ async def test_an_idle_connection_shows_that_it_is_in_use(empty_redis: RedisServ
 
 
 async def test_addresses_and_passwords_of_any_spelling_reach_the_server(tmp_path: Path) -> None:
-    """Over each of the ways to it: values, the listing and the hints have sockets of their own."""
+    """Values, listings and hints are tested, because each uses other sockets."""
     directory = tmp_path / "a b#%?"
     directory.mkdir()
     words = ("--unixsocket", str(directory / "r s.sock"), "--bind", "127.0.0.1", "-::1")
@@ -214,14 +214,16 @@ async def test_connections_are_bounded_and_closed_at_the_end(empty_redis: RedisS
                 group.create_task(store.get_into([landing(name, 1)[0] for name in NAMES]))
         assert await asyncio.to_thread(empty_redis.num_connections) == 3 + 2 + 1
     async with asyncio.timeout(5):
-        while await asyncio.to_thread(empty_redis.num_connections):  # the server's own pace
+        while await asyncio.to_thread(
+            empty_redis.num_connections
+        ):  # the server notices closed connections late
             pass
 
 
 async def test_a_turn_of_the_loop_sends_a_bounded_number_of_bytes(
     empty_redis: RedisServer,
 ) -> None:
-    """However many connections there are, so that the loop's other work is not held up."""
+    """The limit holds for any number of connections, so that other work on the loop can run."""
     settings = RedisSettings(write_connections=16, timeout_s=100.0, connect_timeout_s=50.0)
     store = redis_store(empty_redis.url, settings)
     items = [PutItem(f"t:f:{i}:0", (bytes(1 << 20),)) for i in range(64)]
@@ -243,7 +245,10 @@ async def test_a_turn_of_the_loop_sends_a_bounded_number_of_bytes(
 async def test_who_wrote_a_value_that_must_be_new_is_not_told_that_it_existed(
     only_new: bool, status: PutStatus
 ) -> None:
-    """The answer is lost with its connection; a second try finds the value of the first."""
+    """The first reply is lost with its connection.
+
+    A second attempt finds the value of the first.
+    """
     num_sets = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -304,7 +309,7 @@ async def test_more_callers_than_can_wait_are_turned_away(empty_redis: RedisServ
         finally:
             empty_redis.resume()
         sentences = [question.result() for question in questions]
-        # 16384 wait, and 64 are on their way if there was a connection.
+        # 16,384 requests wait, and 64 are in flight if there was a connection.
         assert (
             sum("16384 requests waiting" in sentence for sentence in sentences) >= 17_000 - 16_448
         )
@@ -353,7 +358,7 @@ def test_the_command_line_takes_the_files_for_tls(tls_redis: str, certificates: 
 async def test_a_write_over_tls_that_was_held_up_goes_on_though_less_may_be_sent_now(
     certificates: Path,
 ) -> None:
-    """How much one turn of the loop may send changes; OpenSSL takes no less than it was given."""
+    """OpenSSL requires the same length again, though this turn may send fewer bytes."""
     key, certificate = str(certificates / "key.pem"), str(certificates / "cert.pem")
     content = random.randbytes(12 << 20)
     may_read = asyncio.Event()
@@ -397,8 +402,10 @@ async def test_a_caller_that_goes_while_its_connection_is_made_gets_its_buffers_
 async def test_a_digest_is_of_the_try_that_brought_the_value(
     empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection is cut in the middle of a value, of which a part has landed."""
-    monkeypatch.setattr(guard, "_RETRY_WITHIN_S", 100.0)  # what fails late is not tried again
+    """The first attempt receives a part of the value before its connection is closed."""
+    monkeypatch.setattr(
+        guard, "_RETRY_WITHIN_S", 100.0
+    )  # a late failure is not tried again otherwise
     content = content_of("a", 1 << 20)
     async with redis_proxy(empty_redis.port) as proxy:
         patient = ResilienceSettings(timeout_s=100.0, write_timeout_s=100.0)
@@ -415,7 +422,9 @@ async def test_a_digest_is_of_the_try_that_brought_the_value(
             proxy.cut_after, proxy.cuts_once = 300_000, True
             [outcome] = await store.get_into([replace(item, digest=made)])
             assert outcome.status is GetStatus.HIT, outcome.reason
-            assert bytes(buffer) == content, "other bytes"  # pytest would show how they differ
+            assert bytes(buffer) == content, (
+                "other bytes"
+            )  # avoids a long comparison by pytest
             first, last = digests
             assert 0 < len(first.content) < len(content)
             assert outcome.digest is last

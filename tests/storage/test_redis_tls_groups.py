@@ -1,4 +1,4 @@
-"""TLS, with certificates of ours and passwords, to servers that lead to others."""
+"""TLS with a private authority and passwords, for a cluster and for Sentinels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tierkv.storage.redis.url import TlsFiles, parse_redis_url
 
 
 def tls_words(certificates: Path, port: int) -> list[str]:
-    """A server with these options wants to see a certificate of its clients, too."""
+    """Return options of a server with TLS that requires client certificates."""
     certificate, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
     # fmt: off
     return [
@@ -36,7 +36,7 @@ def tls_words(certificates: Path, port: int) -> list[str]:
 
 @contextmanager
 def tls_cluster(certificates: Path) -> Iterator[str]:
-    """The URL of a cluster of one node, which has all slots."""
+    """Yield the URL of a cluster of one node, which has all slots."""
     tls, bus = free_port(), free_port()
     words = ("--cluster-enabled", "yes", "--cluster-port", str(bus), "--tls-cluster", "yes")
     with redis_server(*words, *tls_words(certificates, tls), password="pw") as server:
@@ -49,7 +49,7 @@ def tls_cluster(certificates: Path) -> Iterator[str]:
 
 @contextmanager
 def tls_sentinel(certificates: Path, directory: Path) -> Iterator[str]:
-    """The URL of a sentinel, with a password of its own, and its master, with another."""
+    """Yield the URL of a Sentinel and its master, which have different passwords."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("no redis-server on this machine")
@@ -84,7 +84,7 @@ def _answers(certificates: Path, port: int) -> bool:
 
 
 def _bytes(reply: object) -> bytes:
-    """redis-py makes a dict of what it knows."""
+    """Return a reply as bytes; redis-py turns some replies into a dict."""
     if isinstance(reply, dict):
         return "\n".join(f"{key}:{value}" for key, value in reply.items()).encode()
     assert isinstance(reply, bytes)

@@ -1,4 +1,4 @@
-"""How much is on its way to a Redis server at a time: few long values, all else at once."""
+"""Limits on the bytes in flight to a Redis server: few long values, all short ones at once."""
 
 from __future__ import annotations
 
@@ -23,15 +23,20 @@ FIVE = [f"t:f:{index:02}:0" for index in range(5)]
 MIB = 1 << 20
 HALF_MIB = MIB // 2
 LONG_ENOUGH_TO_COME_S = 0.1
-# To the second one we are at 127.0.0.1, so that its server counts as one on another machine.
+# The second address differs from the client's (127.0.0.1), so its server counts as remote.
 HOME, AWAY = "127.0.0.1", "127.0.0.2"
 
 
 @dataclass
 class SlowServer:
-    """Hears requests and answers when told to, but to PING. begun: requests of which a part has
-    come. drops: so many connections are ended in the middle of what comes first. is_empty: has no
-    values, and says so at once."""
+    """A server that answers only when a test calls `answer`, except to PING.
+
+    Attributes:
+        drops: number of connections to close in the middle of their first request.
+        is_empty: True to answer at once that there are no values.
+        begun: number of requests of which a part has arrived.
+        heard: complete requests, each with the writer for its reply.
+    """
 
     drops: int = 0
     is_empty: bool = False
@@ -53,7 +58,7 @@ class SlowServer:
                         self.begun -= 1
                         return
                     words.append((await reader.readexactly(num_bytes + 2))[:-2])
-                if words[0] == b"CLIENT":  # on a connection to ask for the time
+                if words[0] == b"CLIENT":  # on the connection for TIME
                     self.begun -= 1
                     return
                 if words[0] == b"PING" or self.is_empty:
@@ -63,7 +68,7 @@ class SlowServer:
                     self.heard.append((words, writer))
 
     async def next_of(self, count: int) -> list[bytes]:
-        """The oldest request, to be answered, of `count` that are here and no more."""
+        """Wait until `count` requests and no more have arrived; return the oldest one."""
         await until(lambda: len(self.heard) == count)
         await asyncio.sleep(LONG_ENOUGH_TO_COME_S)
         assert self.begun == count
@@ -97,7 +102,7 @@ async def test_short_values_and_questions_do_not_wait_for_the_answers_before() -
             await slow.next_of(count)
             slow.answer(b"+OK\r\n")
         assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
-        # However long the answer may be.
+        # The length of the answer does not matter.
         asking = [group.create_task(store.get(name, max_bytes=16 << 20)) for name in NAMES]
         for count in range(len(NAMES), 0, -1):
             await slow.next_of(count)
@@ -115,12 +120,14 @@ async def test_short_values_and_questions_do_not_wait_for_the_answers_before() -
 async def test_few_long_values_come_at_a_time_over_how_many_connections_ever(
     host: str, num_bytes: int, counts: tuple[int, ...]
 ) -> None:
-    """Those behind would only lie in the server's memory meanwhile, or, here, in no cache."""
+    """More values would wait in the server's memory, or on this machine leave the cache."""
     landings = [landing(name, num_bytes) for name in NAMES]
     items = [item for item, _ in landings]
     async with slow_server(connections=4, host=host) as (slow, store), asyncio.TaskGroup() as group:
         slow.is_empty = True
-        while store.stats.connections < 1 + len(NAMES):  # what waits for one goes when it is there
+        while store.stats.connections < 1 + len(
+            NAMES
+        ):  # waiting requests are sent when a connection is open
             await store.get_into([landing(name, 1)[0] for name in NAMES])
         slow.is_empty = False
         getting = group.create_task(store.get_into(items))
@@ -152,7 +159,7 @@ def puts(num_bytes: int, names: Sequence[str] = FIVE) -> list[PutItem]:
 
 
 async def open_all(slow: SlowServer, store: RedisStore, *, connections: int) -> None:
-    """So many that write, those that were lost counted, too."""
+    """Open `connections` connections for writes, lost ones included."""
     slow.is_empty = True
     while store.stats.connections < 1 + connections:
         await store.put([PutItem(name, (b"short",)) for name in FIVE])
@@ -160,7 +167,7 @@ async def open_all(slow: SlowServer, store: RedisStore, *, connections: int) -> 
 
 
 async def test_two_long_values_at_a_time_are_sent_over_one_connection_and_the_others_idle() -> None:
-    """Of several connections the server would read by turns."""
+    """The server would read several connections in turn."""
     async with slow_server(connections=4) as (slow, store), asyncio.TaskGroup() as group:
         await open_all(slow, store, connections=4)
         putting = group.create_task(store.put(puts(HALF_MIB)))
@@ -191,7 +198,7 @@ async def test_all_that_the_only_connection_carried_is_sent_again_when_it_is_los
 
 
 async def test_a_cancel_is_raised_when_none_of_two_values_is_on_its_way_any_more() -> None:
-    """Their buffers are the caller's then."""
+    """Until then the connection uses the caller's buffers."""
     async with slow_server(connections=1) as (slow, store):
         putting = asyncio.create_task(store.put(puts(HALF_MIB)))
         for count in (2, 1):

@@ -1,4 +1,4 @@
-"""The storage rows of the reliability table, with short counts; slow tests have full counts."""
+"""The storage rows of the reliability table, with few repetitions; slow tests have more."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tierkv.storage.redis.url import parse_redis_url
 
 NAMES = [f"t:f:{index:03}:0" for index in range(64)]
 SIZE = 200_000
-# A killed server is heard of at once; the rest of 300 ms is for a busy machine.
-# Goals are of a quiet machine. A run that anybody may start on a busy one gets five times as long;
-# TIERKV_STRICT_TIMES=1, which the full counts are run with, asks for the goals themselves.
+# A killed server is noticed at once; the 300 ms are for a busy machine.
+# The goals are for an idle machine. An ordinary run gets five times as long;
+# TIERKV_STRICT_TIMES=1 is for runs with all repetitions, and checks the goals themselves.
 STRICT = bool(os.environ.get("TIERKV_STRICT_TIMES"))
 SLACK = 1.0 if STRICT else 5.0
 KILLED_S = 0.3 * SLACK
-# Where a death is to be noticed at once and not by a deadline, which a busy machine can miss.
+# For deaths that are noticed at once: no deadline may pass first, even on a busy machine.
 PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
 
 
@@ -52,14 +52,14 @@ def resilient(inner: RedisStore | FaultyStore, **settings: float) -> GuardedStor
 
 @contextmanager
 def mortal(directory: Path) -> Iterator[RedisServer]:
-    """A server that keeps what it has in a file, so that its successor can show it."""
+    """Yield a server that writes its values to a file, so that its successor has them."""
     options = ("--appendonly", "yes", "--appendfsync", "everysec", "--dir", str(directory))
     with redis_server(*options) as server:
         yield server
 
 
 async def whole_values(store: RedisStore) -> int:
-    """How many values there are; each must be as it was written."""
+    """Return the number of values in the store; each must have the bytes that were written."""
     landings = [landing(name, SIZE) for name in NAMES]
     outcomes = await store.get_into([item for item, _ in landings])
     for (item, [buffer]), outcome in zip(landings, outcomes, strict=True):
@@ -125,14 +125,14 @@ async def test_row_4_a_slow_server_slows_nothing_else_down(
                     if outcome.status is GetStatus.HIT:
                         assert buffer == content_of(item.name, SIZE)
             watcher.cancel()
-    # Of so few as a short run has, the last of a hundred is one that the machine held up.
+    # In a short run, the 99th percentile is a single request that the machine delayed.
     assert np.percentile(lags, 99 if STRICT else 90) <= 0.02 * SLACK
 
 
 @trials(30, 2_000)
 async def test_row_5_every_cut_is_found(count: int, empty_redis: RedisServer) -> None:
     payload = content_of("payload", 5_000)
-    # In each class of bytes: the length, the header, the payload, the end and after it.
+    # In each part of the value: the length, the header, the payload, its end, and after it.
     reply = 7 + len(payload) + 2
     classes = (range(8), range(8, 96), range(96, reply - 3), range(reply - 3, reply))
     async with redis_proxy(empty_redis.port) as proxy:

@@ -1,5 +1,8 @@
-"""The storage rows of the reliability table from a node's end: what a request, the index and the
-probes see of a Redis that dies, freezes, forgets or lies. Full counts are marked slow."""
+"""The storage rows of the reliability table from the side of a node.
+
+A request, the index and the probes meet a Redis that dies, freezes, or loses or changes values.
+Tests with many repetitions are marked slow.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ TOKENS = list(range(12 * BLOCK))
 def node_over(
     server: RedisServer, storage_write: WritePolicy = WritePolicy.WRITE_THROUGH
 ) -> AbstractAsyncContextManager[World]:
-    """A service that stores every block at once, over a Redis behind a breaker, as a node's is."""
+    """Return a service like a node's: every block is stored at once in Redis behind a breaker."""
     return world(
         store=GuardedStore(redis_store(server.url), ResilienceSettings(), SystemClock()),
         device_blocks=64,
@@ -65,10 +68,12 @@ async def test_row_1_a_server_killed_during_a_write_leaves_blocks_that_count_as_
                 server.kill()
                 killed_at = time.monotonic()
                 await here.ended(request)
-                assert time.monotonic() - killed_at <= 0.6 * SLACK  # an answer, and a connection
+                assert (
+                    time.monotonic() - killed_at <= 0.6 * SLACK
+                )  # time for an answer and a new connection
                 stats = here.storage_stats
                 assert believed_stored(here) <= stats.flushed_blocks
-                # The service answers, from what it has.
+                # The service answers from its own memory.
                 started = time.monotonic()
                 matched = await here.run(TOKENS)
                 assert matched.device_tokens >= 11 * BLOCK
@@ -93,7 +98,9 @@ async def test_row_2_a_server_killed_during_a_read_leaves_a_request_that_compute
                 request = await admitting
                 slowest = max(slowest, time.monotonic() - killed_at)
                 assert request.cached_tokens in range(len(TOKENS))
-                await here.prefill(request, TOKENS)  # checks what came, computes the rest
+                await here.prefill(
+                    request, TOKENS
+                )  # checks the fetched blocks, computes the others
                 here.check_kv(request, TOKENS, len(TOKENS))
                 await here.ended(request)
                 assert here.free_device_blocks == 64 - 12
@@ -115,7 +122,7 @@ async def test_row_3_a_frozen_server_costs_requests_that_hit_locally_nothing(
                 assert request.matched.device_tokens >= 11 * BLOCK
                 await here.ended(request)
 
-        # In turn, so that whatever else the machine does slows both alike.
+        # Alternately, so that other work on the machine slows both alike.
         healthy: list[float] = []
         frozen: list[float] = []
         for _ in range(count // 20):
@@ -125,7 +132,7 @@ async def test_row_3_a_frozen_server_costs_requests_that_hit_locally_nothing(
                 await hits(frozen)
             finally:
                 empty_redis.resume()
-        share = 99 if STRICT else 50  # of a few, one that a busy machine held up is the p99
+        share = 99 if STRICT else 50  # with few requests, the p99 is one that the machine delayed
         took_s = [float(np.percentile(seen, share)) for seen in (healthy, frozen)]
         print(f"p{share} {took_s[0] * 1e3:.2f} ms, frozen {took_s[1] * 1e3:.2f} ms")  # noqa: T201 - for docs
         assert took_s[1] <= 1.2 * SLACK * took_s[0] + 0.001
@@ -162,7 +169,7 @@ async def test_row_3_a_frozen_server_leaves_a_node_ready_but_degraded_until_it_i
                     slowest = max(slowest, time.monotonic() - started)
                     assert answer.status == 200
                     requests += 1
-                assert requests <= 5  # each costs one deadline, and the probes of readiness theirs
+                assert requests <= 5  # each takes one deadline, as do the readiness probes
                 assert slowest <= 1.0 * SLACK
                 assert (await storage_part())[:2] == (200, "degraded")
                 assert 'tierkv_circuit_state{state="closed",tenant=""} 0.0' in await metrics()
@@ -179,11 +186,11 @@ async def test_row_3_a_frozen_server_leaves_a_node_ready_but_degraded_until_it_i
         assert await here.ended() == 0
 
 
-# What lies in the store is not what was put there
+# Values in the store that differ from those that were written
 
 
 class Blocks:
-    """Blocks of one prompt in host slots, and how storage is asked for them."""
+    """The blocks of one prompt in host slots, and a `StorageIO` that stores and fetches them."""
 
     def __init__(self, server: RedisServer, layout: Layout, num_tokens: int) -> None:
         self.server = server

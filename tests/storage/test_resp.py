@@ -1,4 +1,4 @@
-"""The Redis protocol: replies cut anywhere, replies of a liar, and requests."""
+"""The parser of the Redis protocol: replies in pieces of any size, wrong replies, and requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierkv.storage.redis.resp import (
 
 @dataclass(frozen=True)
 class Case:
-    """A reply on the wire, where its value shall land, and what is made of it."""
+    """A reply as bytes, the sizes of the buffers for its value, and the expected result."""
 
     wire: bytes
     sizes: tuple[int, ...] | None
@@ -63,7 +63,7 @@ cases = st.one_of(
 
 
 class Reader:
-    """Feeds a parser pieces of a stream, as a socket would."""
+    """A reader that passes pieces of a stream to a parser, as a socket would."""
 
     def __init__(self) -> None:
         self.parser = Replies()

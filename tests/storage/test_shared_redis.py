@@ -1,4 +1,4 @@
-"""What others have put into a store beside ours, and a server that lets us do the least."""
+"""Values of other programs in the same Redis, and a Redis user with the fewest permissions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierkv.storage.redis.cluster import slot_of
 from tierkv.storage.redis.store import RedisSettings
 
 OURS = [f"t:f:{index:02}:0" for index in range(30)]
-# No names that a store accepts, but keys that Redis does.
+# Keys that Redis accepts and that are not valid names of values.
 STRANGE = (
     b"t:f:..:0",
     b"t:f:../../x",
@@ -52,7 +52,7 @@ def opened(servers: list[RedisServer], login: str = "") -> Store:
 
 
 def owner_of(servers: list[RedisServer], key: bytes) -> RedisServer:
-    """Blocks."""
+    """Return the server that stores `key`. Blocks the thread."""
     slot = servers[0].execute("CLUSTER", "KEYSLOT", key) if len(servers) > 1 else 0
     assert isinstance(slot, int)
     return servers[slot * len(servers) // 16_384]
@@ -90,7 +90,7 @@ async def test_keys_of_others_are_neither_listed_nor_counted_nor_removed(
 async def test_the_rights_that_are_documented_are_enough_and_end_at_the_prefix(
     servers: list[RedisServer],
 ) -> None:
-    """In a cluster they are those of one server, `cluster|slots` and `asking`."""
+    """A cluster needs the commands `cluster|slots` and `asking` in addition."""
     more = () if len(servers) == 1 else ("cluster|slots", "asking")
 
     def give_rights(*commands: str) -> None:

@@ -67,8 +67,10 @@ async def test_a_store_that_takes_half_a_second_for_each_answer_is_used(
 
 
 class CountedTurns(StoreWrapper):
-    """Takes long, and counts how many answers had to be waited for one after the other: a question
-    has the number after those of all answers that had come. What nobody waits for counts nothing.
+    """A slow store that counts how many answers were awaited one after the other.
+
+    A question counts one turn more than the answers that had arrived before it. Operations that no
+    request waits for are not counted.
     """
 
     delay_s = 0.15
@@ -102,8 +104,8 @@ async def test_a_hand_off_waits_for_few_answers_one_after_the_other() -> None:
     ):
         prompt = text(400)
         await prefill.engine.prefill(prefill.job(prompt, 1), "t")
-        # Whose the id is; what is stored, and which tails; then blocks, the ticket, and what went
-        # before it. 7, and what is stored while it is computed where that takes long; it was 11.
+        # The owner of the id, the stored blocks and tails, then the blocks, the ticket and its open
+        # ticket: 7 turns, more if blocks are stored while a long prompt is computed.
         assert stores[0].turns <= 9
         generation, _ = await decode.engine.decode(decode.job(prompt, 4), "t")
         assert generation.tokens == truth(prompt, 4).tokens

@@ -1,4 +1,4 @@
-"""The storage section of a node's config, from TOML and the environment to what the node opens."""
+"""The storage section of a node's settings, from TOML and the environment to the open store."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A service's storage tier: attached, exchanged and taken away while requests run; signed and
-sealed values; blocks that are used live on."""
+"""A service's storage tier: stores attached and detached while requests run, trust, and touches."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ async def values_in(store: FaultyStore) -> int:
 def tier(
     store: Store | None = None, options: StorageOptions | None = None
 ) -> AbstractAsyncContextManager[World]:
-    """A node that stores every block as soon as it is computed."""
+    """Return a service that stores every block as soon as it is computed."""
     return world(store=store, storage=options, storage_write=WritePolicy.WRITE_THROUGH)
 
 
@@ -59,7 +58,9 @@ async def test_a_service_started_without_a_store_can_be_given_one_and_lose_it() 
         await here.service.attach_storage(store)
         [state] = here.service.storage_state()
         assert (state.tenant, state.circuit, state.is_degraded) == ("", None, False)
-        await here.run(TOKENS)  # what was computed before is stored too, once it is used again
+        await here.run(
+            TOKENS
+        )  # blocks that were computed before are stored too, when they are used again
         assert await values_in(store) >= 3
 
         request = await here.admit([7, *TOKENS])
@@ -133,7 +134,7 @@ async def test_a_store_that_came_back_empty_is_written_to_again() -> None:
 
 
 async def test_one_of_several_stores_that_is_left_alone_is_told() -> None:
-    """The others do without it, so that nobody would know."""
+    """The other stores answer in its place, so no operation shows the failure."""
     parts = [memory(), memory()]
     near = guarded(parts[0], probe_interval_s=100.0)
     layered = LayeredStore(near, parts[1], LayeredSettings())
@@ -174,7 +175,7 @@ async def test_only_who_has_the_key_reads_or_writes_blocks(trust: Trust) -> None
 
 
 class Kept(FaultyStore):
-    """A store whose life is the test's own."""
+    """A store whose `running()` does nothing; the test opens and closes it."""
 
     def __init__(self, store: FaultyStore) -> None:
         super().__init__(store)
@@ -208,7 +209,7 @@ async def test_blocks_that_were_hit_are_worth_more_and_earlier_ones_than_later()
 
 
 class Touched(Kept):
-    """Notes what it is asked to touch."""
+    """A store that records the names of `touch`."""
 
     def __init__(self, store: FaultyStore) -> None:
         super().__init__(store)

@@ -1,4 +1,4 @@
-"""What a store says of its time, and what counts where it says nothing."""
+"""Clocks of stores, and this machine's clock for stores that do not report their time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AHEAD_S = 660.0
 
 
 class Hands:
-    """A clock with two hands that a test turns."""
+    """A clock whose monotonic and wall time a test sets separately."""
 
     def __init__(self) -> None:
         self.passed_s, self.unix_s = 0.0, 5000.0
@@ -52,7 +52,7 @@ def test_an_answer_that_took_long_does_not_replace_a_better_one() -> None:
     ours = Hands()
     clock = StoreClock(ours)
     ours.passed_s = 8.0
-    clock.note(5000.0, asked_at=0.0)  # better than nothing
+    clock.note(5000.0, asked_at=0.0)  # the first measurement counts, however slow
     assert clock.wall() == 5004.0
     clock.note(5000.0, asked_at=7.9)
     ours.passed_s = 20.0
@@ -87,7 +87,7 @@ async def test_guard_and_layers_pass_the_far_stores_clock_on(
 async def test_files_expire_by_the_clock_of_their_file_system(
     tmp_path: Path, ahead_s: float
 ) -> None:
-    """Two users of one directory see the same values, and a listing is in one's own time."""
+    """Two users of one directory see the same values; a listing uses each user's own clock."""
     url, shifted = f"file://{tmp_path}", ShiftedClock(ahead_s)
     first = open_store(url, StoreSettings(), ShiftedClock(0))
     second = open_store(url, StoreSettings(), shifted)

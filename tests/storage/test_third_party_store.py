@@ -21,7 +21,7 @@ from tierkv.storage.protocol import GetStatus, PutStatus
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installed package, as far as Python's metadata tell."""
+    """Install metadata of a package that provides stores; return a directory for values."""
     facts = tmp_path / "site" / "my_package-1.dist-info"
     facts.mkdir(parents=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1\n")

@@ -1,4 +1,4 @@
-"""Work in a store's threads: a cancel waits for what has buffers, and for nothing else."""
+"""Work in a store's threads: a cancelled call waits only for work that uses its buffers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_after_a_cancel_no_further_item_is_begun() -> None:
 
 
 async def test_items_that_fail_as_expected_keep_no_other_from_being_done() -> None:
-    """Such as values that may not be removed, more of them than there are threads."""
+    """More items fail than there are threads."""
     threads = WorkerThreads("here", 2)
     ended: list[int] = []
 

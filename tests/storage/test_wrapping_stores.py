@@ -1,4 +1,4 @@
-"""Stores around others keep what these say of themselves."""
+"""Stores that consist of other stores report the capabilities and the health of these."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_store_around_another_passes_on_hints_and_where_memory_lies(how:
         assert inner.pools is pools
         with store.notifier().listen("t:topic") as listener:
             await inner.hub.notify("t:topic", "a")
-            if how != "another tenant's place":  # tickets lie in the common one
+            if how != "another tenant's place":  # tickets are in the common store
                 assert await listener.next(10) == "a"
 
 

@@ -1,4 +1,4 @@
-"""Values to put into stores, ways to get them back, and a clock that a test turns."""
+"""Values for tests of stores, functions to read them back, and a clock that a test sets."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Stor
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
 
-# A busy machine misses no deadline that is so long.
+# Deadlines so long that a busy machine does not miss them.
 PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
 TWENTY = [f"t:f:{index:02}:0" for index in range(20)]
 
 
 @dataclass
 class TurnedClock:
-    """A clock whose hands a test turns."""
+    """A clock whose time a test sets."""
 
     now: float = 1_800_000_000.0
 
@@ -52,7 +52,7 @@ def landing(name: str, *sizes: int) -> tuple[GetItem, list[bytearray]]:
 
 
 class Routed(Places):
-    """With some routes from the start."""
+    """A `Places` with a common store and stores for some routes, attached by `running()`."""
 
     def __init__(self, own: Mapping[str, Store], common: Store) -> None:
         super().__init__(common)
@@ -67,7 +67,7 @@ class Routed(Places):
 
 
 class Taken:
-    """A digest that keeps what it is given."""
+    """A digest that records the bytes it receives."""
 
     def __init__(self) -> None:
         self.content = b""
@@ -95,7 +95,7 @@ async def get_one(store: Store, name: str, num_bytes: int) -> tuple[GetStatus, b
 
 
 async def cancelled_after(ticks: int, work: Coroutine[object, object, object]) -> None:
-    """Run `work`, cancel it after so many turns of the loop, return when it has ended."""
+    """Run `work`, cancel it after `ticks` turns of the event loop, and wait until it has ended."""
     async with asyncio.TaskGroup() as group:
         task = group.create_task(work)
         for _ in range(ticks):
@@ -110,7 +110,7 @@ async def fill(store: Store) -> None:
 
 
 async def check(store: Store) -> None:
-    """Read what `fill` has put."""
+    """Read the values that `fill` has put, and check their bytes."""
     landings = [landing(name, 500) for name in TWENTY]
     outcomes = await store.get_into([item for item, _ in landings])
     assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}
