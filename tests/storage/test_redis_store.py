@@ -422,9 +422,7 @@ async def test_a_digest_is_of_the_try_that_brought_the_value(
             proxy.cut_after, proxy.cuts_once = 300_000, True
             [outcome] = await store.get_into([replace(item, digest=made)])
             assert outcome.status is GetStatus.HIT, outcome.reason
-            assert bytes(buffer) == content, (
-                "other bytes"
-            )  # avoids a long comparison by pytest
+            assert bytes(buffer) == content, "other bytes"  # avoids a long comparison by pytest
             first, last = digests
             assert 0 < len(first.content) < len(content)
             assert outcome.digest is last
