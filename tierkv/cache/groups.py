@@ -141,7 +141,7 @@ class CacheGroup:
 
 
 def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) -> int:
-    """Return the number of tokens of the longest prefix that every group has all needed blocks for.
+    """Return the number of tokens of the longest prefix for which all groups have their blocks.
 
     Args:
         groups: each cache group, and for each of its block positions the number of cached tokens.

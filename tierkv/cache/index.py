@@ -643,7 +643,7 @@ def _on_device(node: TreeNode, pos: int) -> tuple[int, int]:
 
 
 def descend(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> tuple[TreeNode, int]:
-    """Return the last tree node on a prompt's path, and the number of cached blocks up to it.
+    """Find the tree node with the last cached block of a prompt.
 
     Args:
         node: the node from which to start; its path has the first `pos` blocks of the prompt.
