@@ -266,7 +266,7 @@ class Scratch:
 
         .writers / 3f9c... / lock       locked by the kernel for as long as the process lives
                            / 0, 1, ...  values being written
-                           / added      see `UsedBytes`
+                           / added      number of bytes that the process has added (`UsedBytes`)
 
     The directory is on the same file system as the values, so renaming a file makes its value
     visible at once. A lock, unlike a process id, shows which processes are alive even between

@@ -305,7 +305,7 @@ class MooncakeValues:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _put_one(self, item: PutItem, state: int) -> PutOutcome | None:
-        """Return the outcome of a value that no batch can write; None if a batch can."""
+        """Write a value that no batch can write, and return the outcome; None if a batch can."""
         if not item.num_bytes:
             reason = f"{item.name} is empty, and Mooncake stores no empty values"
             return PutOutcome(PutStatus.FAILED, reason)
