@@ -1075,7 +1075,10 @@ class Admissions:
         return bool(self._running.by_id) if space is None else self._running.has_space(space)
 
     def _unblock(self, first: Waiting, space: str | None = None) -> bool:
-        """Release some blocks of waiting requests, for `first`; return False if there are none."""
+        """Release blocks of a waiting request to make room for `first`.
+
+        Return False if none can.
+        """
         if self._line.release_last_fetched(space):
             return True
         # Protecting a partly shared block takes the room that the first request needs.

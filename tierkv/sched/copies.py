@@ -619,7 +619,7 @@ class Copies:
     # Copies that must come before an eviction
 
     def copy_down(self, tier: Tier, step: Step) -> CopyDown:
-        """Start the copy to the tier below that must end before blocks can leave `tier`.
+        """Start to copy blocks to the tier below, because they are to be evicted from `tier`.
 
         If the host has room for only some of the blocks, the last ones are evicted without a copy.
         A write to storage is tried once, and the host slots become free even if it fails.

@@ -73,10 +73,10 @@ class Promise(msgspec.Struct, eq=False):
         prompt: the prompt of the computing request.
         first: index of the first block that is not computed yet; grows with each commit.
         stop: index after the last promised block.
-        begun: start of the computation, in seconds of the loop's clock.
+        started_at: start of the computation, in seconds of the loop's clock.
         key: the index node that ends before block `first`, and the tokens of block `first`; waiting
             requests find the promise by them.
-        begun_at: index of the block that the computation began with.
+        first_computed: index of the first block that the request computes.
         is_over: True once all blocks are computed, or the request has ended.
         num_waiting: number of requests that wait for these blocks.
     """
@@ -84,20 +84,20 @@ class Promise(msgspec.Struct, eq=False):
     prompt: Prompt
     first: int
     stop: int
-    begun: float
+    started_at: float
     key: _Key
-    begun_at: int
+    first_computed: int
     is_over: bool = False
     num_waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PromiseWait:
-    """A wait of one request until another request has computed the blocks before index `stop`.
+    """A wait of one request until another request has computed the blocks before block `stop`.
 
     Attributes:
         promise: the blocks that the other request computes.
-        stop: index after the last block to wait for.
+        stop: number of the block after the last one to wait for.
         patience_s: upper limit of the wait in seconds.
         is_sooner: True if the wait is expected to be no longer than `compute_s`.
         compute_s: estimated seconds that the waiting request would need to compute the blocks
@@ -176,12 +176,12 @@ class Computing:
             others.append(promise)
 
     def advance(self, promise: Promise, node: TreeNode, first: int) -> None:
-        """Record that the promised blocks before index `first` are computed and in the index.
+        """Record that the promised blocks before block `first` are computed and in the index.
 
         Args:
             promise: the promise of a running request.
             node: the index node that ends before block `first`.
-            first: index of the next block of the prompt to compute.
+            first: number of the next block of the prompt to compute.
         """
         if promise.is_over or first <= promise.first:
             return
@@ -197,16 +197,16 @@ class Computing:
             self._on_progress()
 
     def brought(self, promise: Promise, first: int) -> None:
-        """Record that the blocks before index `first` came from storage instead of being computed.
+        """Record that the blocks before block `first` came from storage instead of being computed.
 
         From now on the engine's speed is measured over the remaining blocks.
 
         Args:
             promise: the promise of a running request.
-            first: index of the first block that is still to be computed.
+            first: number of the first block that is still to be computed.
         """
-        promise.begun_at = max(promise.begun_at, min(first, promise.stop))
-        promise.begun = asyncio.get_running_loop().time()
+        promise.first_computed = max(promise.first_computed, min(first, promise.stop))
+        promise.started_at = asyncio.get_running_loop().time()
 
     def end(self, promise: Promise) -> None:
         """End a promise: its blocks are computed, or will not be. Further calls do nothing."""
@@ -220,14 +220,14 @@ class Computing:
 
     def _observe(self, promise: Promise) -> None:
         """Report the computing time to the speed estimate, if it covers enough of the prompt."""
-        num_blocks = promise.stop - promise.begun_at
+        num_blocks = promise.stop - promise.first_computed
         if not num_blocks:
             return
         num_tokens = num_blocks * promise.prompt.block_size
         # The time of a few tokens after a long match is mostly the request's other delays, so it
         # counts only if `PrefillSpeed.sample_tokens` chose their number.
         if 2 * num_blocks >= promise.stop or num_tokens in self.prefill.sample:
-            took_s = asyncio.get_running_loop().time() - promise.begun
+            took_s = asyncio.get_running_loop().time() - promise.started_at
             self.prefill.observe(num_tokens, took_s)
 
     def _remove(self, promise: Promise) -> None:
@@ -282,8 +282,8 @@ class Computing:
         promise, shared = found
         size = prompt.block_size
         compute_s = self.prefill.seconds((shared - match.num_blocks) * size)
-        expected_s = self.prefill.seconds((shared - promise.begun_at) * size)
-        left_s = max(expected_s - (now - promise.begun), 0.0)
+        expected_s = self.prefill.seconds((shared - promise.first_computed) * size)
+        left_s = max(expected_s - (now - promise.started_at), 0.0)
         patience_s = left_s + HEDGE * compute_s
         return PromiseWait(promise, shared, patience_s, left_s <= compute_s, compute_s)
 
