@@ -26,6 +26,8 @@ _READY: Final = CopyState.READY
 
 
 class WritePolicy(Enum):
+    """The moment at which a block is copied to the tier below."""
+
     NONE = "none"  # never
     WRITE_THROUGH = "write_through"  # as soon as the block is computed
     SELECTIVE = "write_through_selective"  # once it has been matched `after_hits` times

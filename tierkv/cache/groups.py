@@ -279,6 +279,7 @@ class FlatBlocks:
 
     @property
     def num_holds(self) -> int:
+        """Number of `hold` calls for single blocks that `release` has not ended."""
         return sum(block.holders for block in (*self._blocks.values(), *self._retired))
 
     def get(self, digest: bytes) -> FlatBlock | None:

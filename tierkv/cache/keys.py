@@ -106,6 +106,7 @@ def unpack(packed: bytes) -> npt.NDArray[np.int32]:
 
 
 def count(packed: bytes) -> int:
+    """Return the number of packed tokens."""
     return len(packed) // TOKEN_BYTES
 
 
@@ -446,6 +447,7 @@ class Prompt:
         return self.tokens[index * width : (index + 1) * width]
 
     def extra(self, index: int) -> bytes:
+        """Return the extra keys of block `index`; b"" for none."""
         return self.extras.get(index, b"")
 
 
@@ -737,6 +739,7 @@ class Names:
     shard: str = "0of1"
 
     def name(self, key: StoredKey) -> str:
+        """Return the name of a block or tail."""
         fingerprint = key.space or self.fingerprint
         name = f"{self.prefix}:{fingerprint}:{key.digest.hex()}:{self.shard}"
         return f"{name}:partial:{key.num_tokens}" if key.is_tail else name

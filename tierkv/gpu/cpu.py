@@ -100,6 +100,7 @@ class CpuEvent:
 
 
 def done_event() -> CpuEvent:
+    """Return an event that is done already."""
     event = CpuEvent()
     event.reach()
     return event

@@ -44,6 +44,7 @@ class NotPermittedError(TransferError):
 
 
 def is_possible() -> bool:
+    """Return whether this system has the call process_vm_readv."""
     return sys.platform == "linux" and hasattr(_libc(), "process_vm_readv")
 
 

@@ -110,10 +110,12 @@ class Unit:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one block's row in staging memory, alignment included."""
         return row_of(self.num_bytes)
 
     @property
     def staging_bytes(self) -> int:
+        """Bytes of staging memory that the unit needs."""
         return self.num_blocks * self.row_bytes
 
 
