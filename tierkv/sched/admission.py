@@ -774,7 +774,6 @@ class Growth:
         )
 
     def _missing(self, request: Request, tokens: int) -> int:
-        """Return the number of blocks that the table lacks for `tokens` tokens."""
         more = -(-tokens // self._index.block_size) - len(request.block_table)
         return more if more > 0 else 0  # noqa: FURB136 - max() takes 0.1 us
 
@@ -1034,7 +1033,6 @@ class Admissions:
         return self._computing.possible_wait(match, spec.prompt, stop, now)
 
     def _bring_back(self) -> None:
-        """Put requests whose wait for another request's blocks has ended back into the queue."""
         for waiting in self._line.ready_again():
             self._come_back(waiting)
 
@@ -1064,12 +1062,10 @@ class Admissions:
         return waiting.outcome.done() or self._has_turn(waiting.spec)
 
     def _has_turn(self, spec: RequestSpec) -> bool:
-        """Return False if the quota of the space is full, or a running request must grow first."""
         space = spec.prompt.space
         return space not in self._over_quota and not self._growth.holds_up(space)
 
     def _is_busy(self, space: str | None = None) -> bool:
-        """Return whether running requests or copies (of `space`, or any) will free blocks."""
         if self._tiers.work.is_at_work(space):
             return True
         return bool(self._running.by_id) if space is None else self._running.has_space(space)

@@ -598,7 +598,6 @@ class Copies:
         return bool(self._index.is_in(CopyState.READY, *path).all())
 
     async def _host_copy(self, node: TreeNode, first: int, stop: int) -> bool:
-        """Copy those blocks to the host that are not there; return whether all are there."""
         missing = self._index.is_in(CopyState.ABSENT, Tier.HOST, node, first, stop)
         ready = self._index.is_in(CopyState.READY, Tier.HOST, node, first, stop)
         complete = bool((missing | ready).all())
@@ -709,7 +708,6 @@ class Copies:
         return self._mover.offload(slots, index.slots(Tier.DEVICE, node, first, stop))
 
     async def _end_offload(self, node: TreeNode, first: int, stop: int, movement: Movement) -> bool:
-        """Wait for a copy to the host, record its result, and return whether it succeeded."""
         index = self._index
         try:
             try:

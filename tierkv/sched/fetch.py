@@ -783,7 +783,6 @@ class _Fetch:
             await asyncio.shield(busy)
 
     async def _ask(self, keys: Sequence[StoredKey]) -> int:
-        """Return the number of leading `keys` in storage; record how long the answer took."""
         now, tier = asyncio.get_running_loop().time, self.fetcher.estimator.tier
         began, found = now(), None
         try:

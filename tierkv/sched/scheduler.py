@@ -393,7 +393,6 @@ class Scheduler:
         self._starts.brought_all(request)
 
     async def _all_arrived(self, request: Request) -> None:
-        """Wait until the matched blocks are on the device and ready in the index."""
         for movement in request.loads:
             await movement.done()
         # A movement is done slightly before the index is updated; wait for both.

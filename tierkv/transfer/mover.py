@@ -682,7 +682,6 @@ class Mover:
 
 @contextmanager
 def _closing(lanes: Iterable[Lane]) -> Iterator[None]:
-    """Close all lanes at the end of the body, even if closing one of them raises."""
     with ExitStack() as stack:
         for lane in lanes:
             stack.callback(lane.close)

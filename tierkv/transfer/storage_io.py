@@ -668,7 +668,6 @@ class StorageIO:
     async def _fetch_missed(
         self, keys: Sequence[StoredKey], slot_ids: Ids, blocks: list[GetOutcome]
     ) -> None:
-        """Read those missed blocks that nodes with another number of ranks have stored."""
         missed = [
             at
             for at, key in enumerate(keys)
@@ -983,7 +982,6 @@ class Values:
         return blocks
 
     def _decode(self, key: StoredKey, read: Read) -> None:
-        """Check a value and decode its payload in place; raise StoreCorruptError if it is wrong."""
         num_bytes = self._codec(key).decode(
             read.header,
             read.payload.data,
