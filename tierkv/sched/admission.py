@@ -164,8 +164,8 @@ class HostLoads:
         """Return the running loads that write any of `slots`.
 
         Args:
-            slots: the device slots of consecutive blocks of a path, int32 [n]. If any slot of a
-                load is among them, the first slot of this load must be too.
+            slots: the device slots of consecutive blocks of a path (a prefix in the index), int32
+                [n]. If any slot of a load is among them, the first slot of this load must be too.
         """
         if not self._active:
             return []
@@ -1073,7 +1073,7 @@ class Admissions:
     def _unblock(self, first: Waiting, space: str | None = None) -> bool:
         """Release blocks of a waiting request to make room for `first`.
 
-        Return False if none can.
+        Return False if nothing is left to release.
         """
         if self._line.release_last_fetched(space):
             return True
