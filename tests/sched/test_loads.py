@@ -323,41 +323,17 @@ async def test_blocks_are_not_on_the_device_before_those_above_them_are(
         await here.ended(second)
 
 
-@pytest.mark.parametrize("whole", [0, 8])
-async def test_a_tail_whose_kernels_failed_is_not_cached(whole: int) -> None:
-    async with world(host_write=WritePolicy.WRITE_THROUGH) as here:
-        prompt, event = tokens(whole + 3), ManualEvent()
-        request = await here.admit(prompt)
-        here.compute(request, prompt)
-        if whole:
-            await here.service.scheduler.commit(request, pack(prompt[:whole]))
-        await here.service.scheduler.commit(request, pack(prompt), after=[event])
-        here.service.scheduler.end(request)
-        event.finish(TransferError("the kernel that wrote the tail failed"))
-        await here.settle()
-        found = await here.service.lookup(here.prompt(prompt))
-        assert found.device_tokens + found.host_tokens == whole
-
-
-async def test_a_tail_whose_kernels_had_failed_before_its_request_ended_is_not_cached() -> None:
-    async with world() as here:
-        request = await here.admit(tokens(10))
-        await here.prefill(request, tokens(10))
-        failed = ManualEvent()
-        failed.finish(TransferError("the kernel failed"))
-        here.service.scheduler.end(request, after=[failed])
-        await here.settle()
-        match = here.service.index.match(here.prompt(tokens(10)))
-        assert (match.num_blocks, match.partial) == (2, None), "the tail may be half written"
-
-
 @pytest.mark.parametrize("ends_first", [False, True])
-async def test_blocks_whose_kernels_failed_are_not_cached(*, ends_first: bool) -> None:
+@pytest.mark.parametrize(("count", "cached"), [(3, 0), (11, 8), (16, 8)])  # a tail, or whole blocks
+async def test_blocks_whose_kernels_failed_are_not_cached(
+    count: int, cached: int, *, ends_first: bool
+) -> None:
     async with world(host_write=WritePolicy.WRITE_THROUGH) as here:
-        prompt, event = tokens(16), ManualEvent()
+        prompt, event = tokens(count), ManualEvent()
         request = await here.admit(prompt)
         here.compute(request, prompt)
-        await here.service.scheduler.commit(request, pack(prompt[:8]))
+        if cached:
+            await here.service.scheduler.commit(request, pack(prompt[:cached]))
         await here.service.scheduler.commit(request, pack(prompt), after=[event])
         failure = TransferError("the kernel that wrote them failed")
         if ends_first:
@@ -366,10 +342,10 @@ async def test_blocks_whose_kernels_failed_are_not_cached(*, ends_first: bool) -
         else:
             event.finish(failure)
             await until(lambda: here.service.tiers.work.num_tasks == 0, "the end of the commit")
-            here.service.scheduler.end(request)
+            here.service.scheduler.end(request, after=[event])
         await here.settle()
         found = await here.service.lookup(here.prompt(prompt))
-        assert found.device_tokens + found.host_tokens == 8
+        assert found.device_tokens + found.host_tokens == cached
 
 
 @pytest.mark.parametrize("ends_first", [False, True])

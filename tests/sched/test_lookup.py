@@ -19,7 +19,7 @@ from tierkv.sched.request import Matched, RequestSpec
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 THROUGH = WritePolicy.WRITE_THROUGH
-SHAPES = [1, 3, 4, 5, 8, 10, 11, 12, 15]  # blocks of 4
+SHAPES = [1, 3, 4, 5, 8, 11]  # blocks of 4
 
 
 async def filled(*prompts: list[int]) -> MemoryStore:

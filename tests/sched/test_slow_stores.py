@@ -7,6 +7,7 @@ import asyncio
 import random
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from tests.sessions import begin_request
@@ -15,6 +16,7 @@ from tests.world import World, tokens
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
+from tierkv.errors import OutOfBlocksError
 from tierkv.sched.slots import MAX_AT_ONCE_S, STORE_PATIENCE_S
 
 NONE, THROUGH, BACK = WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
@@ -93,6 +95,26 @@ async def test_a_host_slot_that_two_writes_read_is_free_after_the_second() -> No
         assert tiers.slots.lent(Tier.HOST).tolist() == second.tolist()
         tiers.slots.end_reading(second)
         assert here.service.stats().host.free == 4
+
+
+@simulated
+async def test_host_slots_that_a_store_reads_are_not_counted_on_and_others_go_instead() -> None:
+    rules = {"host_write": THROUGH, "storage_write": NONE}
+    async with simulated_world(device_blocks=16, host_blocks=4, **rules) as here:
+        await here.run(tokens(16))
+        tiers, index = here.service.tiers, here.service.index
+        read = index.slots(Tier.HOST, index.match(here.prompt(tokens(16))).node, 2, 4)
+        tiers.slots.begin_reading(read)
+        assert tiers.eviction.available(Tier.HOST) == 2
+        with pytest.raises(OutOfBlocksError):
+            tiers.eviction.acquire(Tier.HOST, 3)
+        assert index.spaces.root.space.used == [4, 4], "all or nothing"
+        slots = tiers.eviction.acquire(Tier.HOST, 1)
+        assert not set(slots.tolist()) & set(read.tolist())
+        tiers.slots.end_reading(read)
+        tiers.slots.give(Tier.HOST, slots)
+        assert here.service.stats().host.free == 4 - index.spaces.root.space.used[1]
+        assert here.service.verify() == []
 
 
 async def computed(here: World, ids: list[int]) -> None:
@@ -214,6 +236,10 @@ async def test_what_was_evicted_while_it_waited_for_the_store_is_offered_again_l
         prompts = [tokens(16, 100 * number) for number in range(12)]
         stored = [await here.the_store.exists(here.names(ids)) for ids in prompts]
         assert 0 < stored.count(4) < 12, "some had gone from the host when their turn came"
+        for ids, there in zip(prompts, stored, strict=True):
+            path = list(here.service.index.match(here.prompt(ids)).node.path())[::-1]
+            believed = np.concatenate([part.stored_in(0, part.num_blocks) for part in path])
+            assert not believed[there:].any(), "what did not get there"
         lost = prompts[stored.index(0)]
         await here.run(lost)
         assert await here.the_store.exists(here.names(lost)) == 4
@@ -233,23 +259,3 @@ async def test_of_a_host_that_became_smaller_the_store_has_a_quarter_too() -> No
         assert here.service.tiers.copies.storing.max_in_flight <= 4 * here.layout.block_bytes
         here.the_store.release()
         await here.settle()
-
-
-@simulated
-async def test_what_left_the_host_before_its_turn_at_the_store_is_not_believed_stored() -> None:
-    async with simulated_world(
-        device_blocks=16, host_blocks=8, host_write=NONE, storage_write=THROUGH
-    ) as here:
-        here.service.note_prefill(1000, 0.01)
-        here.the_store.hold_writes()
-        await longest_admission(here, 12)
-        here.the_store.release()
-        await here.settle()
-        for number in range(12):
-            ids = tokens(16, 100 * number)
-            match = here.service.index.match(here.prompt(ids))
-            for node in match.node.path():
-                names = here.names(ids)[node.start : node.end]
-                believed = node.stored_in(0, node.num_blocks).tolist()
-                there = [bool(await here.the_store.exists([name])) for name in names]
-                assert not any(b and not t for b, t in zip(believed, there, strict=True))

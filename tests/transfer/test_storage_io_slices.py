@@ -18,7 +18,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import LayoutError, StoreUnavailableError
 from tierkv.gpu.cpu import CpuHostSlots
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetStatus, PutStatus
+from tierkv.storage.protocol import GetStatus
 from tierkv.transfer.storage_io import Slice, Slices, StorageIO
 
 BLOCK = 4
@@ -162,26 +162,6 @@ async def test_a_damaged_slice_damages_its_block_and_only_the_slice_is_deleted(
         assert sorted(left) == sorted(
             writes.slices.names_of(keys[0], 2)[1:] + writes.slices.names_of(keys[1], 2)
         )
-
-
-@pytest.mark.parametrize("num_values", range(6))
-async def test_a_slice_that_the_store_has_no_room_for_leaves_its_block_unseen(
-    num_values: int,
-) -> None:
-    """Two slices a block: of an odd number the last block has one of its own."""
-    roomy = FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
-    node = Node(roomy, FOUR, 2, SIZES)
-    async with roomy.running(), node.io.running():
-        await node.io.flush(node.keys(3 * BLOCK), ids(0, 1, 2))
-        [size] = {one.num_bytes for one in (await roomy.list("tierkv", limit=99)).values}
-    store = FaultyStore(MemoryStore(MemorySettings(num_values * size), SystemClock()))
-    node = Node(store, FOUR, 2, SIZES)
-    async with store.running(), node.io.running():
-        keys = node.keys(3 * BLOCK)
-        outcomes = await node.io.flush(keys, ids(0, 1, 2))
-        whole = [outcome.status is PutStatus.STORED for outcome in outcomes]
-        assert whole == [block < num_values // 2 for block in range(3)]
-        assert await node.io.count_present(keys) == num_values // 2
 
 
 def test_sizes_that_cannot_split_the_heads_are_not_looked_for() -> None:
