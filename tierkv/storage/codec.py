@@ -2,10 +2,10 @@
 
     host slot -> payload codec -> | header, 88 bytes | stored payload | -> store
 
-`Codec` makes and checks headers; each `Trust` has a subclass. A payload codec, such as a
-compression, is a `PayloadCodec` with a row in `PAYLOAD_CODECS`. `seal` and `unseal` encode and
-decode records that other processes read. The format is described in docs/storage-format.md, with a
-test vector.
+`Codec` makes and checks headers; it has a subclass for each member of `Trust`. A payload codec,
+such as a compression, is a `PayloadCodec` with a row in `PAYLOAD_CODECS`. `seal` and `unseal`
+encode and decode records that other processes read. The format is described in
+docs/storage-format.md, with a test vector.
 """
 
 from __future__ import annotations
@@ -132,9 +132,11 @@ class PayloadCodecs:
         )
 
     def encode(self, payload: Buffer) -> tuple[int, Buffer]:
-        """Return the number of the codec that was used, and the bytes to store.
+        """Encode a payload with the codec `writes_with`.
 
-        The result is IDENTITY and `payload` itself if no codec makes the payload shorter.
+        Returns:
+            The number of the codec, and the bytes to store. IDENTITY and `payload` itself if there
+                is no codec for new values, or if it does not make the payload shorter.
         """
         if self.writes_with != IDENTITY:
             stored = self.by_number[self.writes_with].encode(payload)
@@ -183,8 +185,9 @@ class Codec(ABC):
             identity: layout, key and number of tokens, for the header.
 
         Returns:
-            The header; calling it computes the same bytes as `encode`. None if this would block the
-                event loop for too long or gains nothing; use `encode` then.
+            The header of a value whose stored payload is `payload` itself. Calling it computes its
+                bytes. None if this would block the event loop for too long or gains nothing; use
+                `encode` then.
         """
         return None
 
@@ -248,8 +251,9 @@ class Codec(ABC):
             identity: the block that the value must contain.
             digest: a result of `digest` that has received all bytes of the value; None to compute
                 the checksum here.
-            num_bytes: number of bytes of the value after its header, for the error; below 0 if the
-                value is shorter than its header. None for the size of `stored`.
+            num_bytes: number of bytes that the value has after its header, if `stored` may be
+                shorter; below 0 if the value is shorter than its header. None for the size of
+                `stored`.
 
         Raises:
             DamagedValueError: a bit of the value differs from what was encoded, or no payload codec
@@ -388,7 +392,7 @@ class PlainCodec(Codec):
 def pack_fields(
     identity: ValueIdentity, payload_bytes: int, *, flags: int, payload_codec: int = IDENTITY
 ) -> bytes:
-    """Return the first FIELDS_BYTES bytes of a header, which all codecs share.
+    """Return the part of a header that all codecs have in common: its first FIELDS_BYTES bytes.
 
     Args:
         identity: layout, key and number of tokens of the block.
@@ -733,7 +737,7 @@ class SealedCodec(Codec):
             make_nonce: `make_nonce(n)` returns n bytes that it has not returned before.
 
         Raises:
-            ConfigError: the package is not installed.
+            ConfigError: the package `cryptography` is not installed.
         """
         super().__init__(payloads)
         self._aes_gcm, self._invalid_tag = import_aes_gcm()

@@ -520,10 +520,11 @@ class Room:
         return self._capacity_bytes is not None and num_bytes > self._capacity_bytes
 
     def make_more(self, num_bytes: int, num_evictions: int, remove: Callable[[str], bool]) -> bool:
-        """Evict a share of the values after the disk refused a value that seemed to fit.
+        """Evict values after the disk refused a value that seemed to fit.
 
-        The disk may have no inodes left, or a quota. If `min_free_bytes` is 0, nothing is evicted,
-        because the values may then fill the disk completely.
+        The disk may have no inodes left, or a quota. Values are evicted until they have at least
+        the size of the refused one. If `min_free_bytes` is 0, nothing is evicted, because the
+        values may then fill the disk completely.
 
         Args:
             num_bytes: size of the refused value.
@@ -532,7 +533,8 @@ class Room:
             remove: removes the file at a path and returns True if there was one.
 
         Returns:
-            True if values were evicted, so that the write can be tried again.
+            True if values were evicted, here or by another thread, so that the write can be tried
+                again.
 
         Raises:
             OSError: the directory cannot be read.

@@ -800,7 +800,7 @@ class _Write:
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """The order in which waiting writes are dropped, lowest first."""
+        """The write's sort key: if waiting writes must be dropped, the lowest key goes first."""
         # Items that replace a value (tickets) are dropped last. Other items are dropped in the
         # order of worth, the lowest first; of equal ones the newest first.
         return (not self.item.keep_existing, self.item.worth, -self.serial)

@@ -113,7 +113,7 @@ class Verified:
         num_whole: values without a fault.
         num_keyed: values with a correct header whose full check needs a tenant's key, which
             `verify` does not have.
-        num_others: values that are not blocks, such as lists of tails and tickets.
+        num_others: values that are not blocks, such as tickets and lists of tails.
         num_removed: values that were removed before they were read.
         damaged: names of damaged values, each with the reason.
         unread: names of values that could not be read although the store answers, each with the

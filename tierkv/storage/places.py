@@ -210,9 +210,9 @@ class Places:
     async def attach(self, store: Store, route: str = "") -> None:
         """Open `store`, and use it for the names of a route from now on.
 
-        The store that had the route before is detached. If the call raises, also with an error of
-        `store.running()`, that store stays attached. If `store` was detached and is still closing,
-        the call waits for that first.
+        The previous store of the route is detached; if the call raises, for example an error of
+        `store.running()`, the previous store stays attached. If `store` was detached and is still
+        closing, the call first waits until it is closed.
 
         Args:
             store: the store to open.

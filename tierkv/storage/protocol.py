@@ -1,8 +1,8 @@
 """The interface of stores, which read and write values (bytes) by name, in batches.
 
-Each item of a batch has its own outcome; outcomes are in the order of the items. A `Notifier` sends
-hints between the users of one store that a value is new. A store does not interpret values:
-`transfer.storage_io` turns blocks into values with checksums.
+Each item of a batch has its own outcome; outcomes are in the order of the items. Processes that use
+one store send each other hints through a `Notifier`: a hint says that a value is new. A store does
+not interpret values: `transfer.storage_io` turns blocks into values with checksums.
 """
 
 from __future__ import annotations
@@ -357,9 +357,11 @@ class GetOutcome:
     """The outcome of one read.
 
     Attributes:
-        status: HIT, MISS, DAMAGED or FAILED.
+        status: HIT; MISS if there is no value; DAMAGED if the value is longer than the buffers or
+            is damaged; FAILED if the store did not answer in time.
         reason: why the read failed, as a sentence for the log; "" for HIT and MISS.
-        num_bytes: length of the value after a HIT. Later bytes of the item's buffers are undefined.
+        num_bytes: length of the value after a HIT. The bytes after the value in the item's buffers
+            are undefined.
         digest: the digest that `GetItem.digest` returned, if it received all bytes of a HIT's
             value; otherwise None.
         is_direct: True if the value was read from another node's memory instead of a store.
@@ -391,12 +393,13 @@ class PutItem:
 
     Attributes:
         ttl_s: seconds to live; None for as long as the store keeps the value.
-        keep_existing: True if values of this name are always the same (blocks), so that an existing
-            value is not written again. False to replace an existing value atomically (tickets).
-        only_new: True if only the first value of this name may be stored, so that an existing value
-            stays even if it differs.
-        worth: expected benefit of the value to later requests. If too many writes wait for a slow
-            store, those with the lowest worth are dropped.
+        keep_existing: True to leave an existing value of this name as it is. Use this if all values
+            of the name are equal (blocks). False to replace an existing value atomically (tickets).
+        only_new: True to leave an existing value as it is, whatever `keep_existing` says, where
+            values of the name may differ. The outcome STORED then means that this value is the one
+            in the store.
+        worth: benefit of the value to later requests. Only the order of the worths matters: if too
+            many writes wait for a slow store, those with the lowest worth are dropped.
         complete: fills in bytes of `parts` that are computed late, such as a checksum. The store
             calls it immediately before sending, possibly more than once and from several threads.
             None if all bytes are already known.
@@ -440,10 +443,12 @@ class PutOutcome:
     """The outcome of one write.
 
     Attributes:
-        status: STORED, EXISTED, FULL or FAILED.
+        status: STORED; EXISTED if an existing value was left as it is; FULL if the store refuses
+            the write, for lack of room or another reason; FAILED if the store did not answer in
+            time and may or may not have stored the value.
         reason: why the write failed, as a sentence for the log; "" if it succeeded.
-        accepts_others: True for a FULL that concerns only this value, for example one that is
-            larger than the store; other values can be written.
+        accepts_others: True if the store is FULL only for this value, for example because the value
+            is larger than the store; other values can be written.
     """
 
     status: PutStatus

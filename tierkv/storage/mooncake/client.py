@@ -161,15 +161,17 @@ class MooncakeSettings:
     """The settings of a Mooncake store.
 
     Attributes:
-        local_host: the address at which providers reach this node.
+        local_host: the address at which providers (nodes that lend memory) reach this node.
         num_threads: number of calls that read at the same time; as many others write. A call
-            occupies a processor core while it waits for its bytes. At most 32, or 6 with the
-            longest connect_timeout_s.
+            occupies a processor core while it waits for its bytes. At most 32 while
+            connect_timeout_s is 2 or less; the longer connect_timeout_s, the lower the limit, down
+            to 6 from 10 s on.
         replicas: number of copies of each value.
-        connect_timeout_s: seconds in which the master must be reached and answer, and in which a
-            provider must move a byte (whole seconds, at most 10). Mooncake's package reads these
-            limits once per process, from MC_RPC_TIMEOUT_MS and MC_TCP_PROGRESS_TIMEOUT_SEC in the
-            environment; tierkv sets these variables if they are not set.
+        connect_timeout_s: seconds in which the master must be reached and answer. A call also fails
+            if a provider moves no byte for this time, rounded up to whole seconds, at most 10.
+            Mooncake's package reads these limits once per process, from MC_RPC_TIMEOUT_MS and
+            MC_TCP_PROGRESS_TIMEOUT_SEC in the environment; tierkv sets these variables if they are
+            not set.
         protocol: tcp or rdma.
         rdma_devices: the devices for rdma, separated by commas.
     """

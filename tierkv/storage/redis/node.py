@@ -337,7 +337,8 @@ class RedisNode:
 
         Raises:
             StoreUnavailableError: the server refused the command or did not answer.
-            StoreCorruptError: the value is not a string, as the command requires.
+            StoreCorruptError: the command needs a string, but the stored value has another Redis
+                type.
         """
         [outcome] = await self.pools[Purpose.QUESTION].ask(
             [question(*command, num_bytes=num_bytes)]
@@ -511,7 +512,7 @@ def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
         StoreUnavailableError: there is no reply, or the server refused the command.
         StoreRefusedError: the server refused a change of values, for example because it is a
             replica.
-        StoreCorruptError: the value is not a string, as the command requires.
+        StoreCorruptError: the command needs a string, but the stored value has another Redis type.
     """
     if isinstance(reply, Unanswered):
         raise StoreUnavailableError(reply.reason)

@@ -119,8 +119,8 @@ class ConnectionPool:
 
     If the server does not answer in time on one connection, the requests of that connection and all
     queued requests fail. If the server closes a connection, the requests of that connection are
-    sent again over another one. While no new connection can be opened, requests wait for the open
-    connections.
+    sent again over another one, except those that must not be repeated. While no new connection can
+    be opened, requests wait for the open connections.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class ConnectionPool:
     def fill(self, wire: Wire) -> None:
         """Submit queued requests to `wire` until its limits are reached.
 
-        The server would be idle if it had to wait until the task of the connection runs.
+        Without this call, the server would be idle until the connection's own task runs.
         """
         while wire.has_room and (request := self._pop()) is not None:
             wire.submit(request, since=asyncio.get_running_loop().time())

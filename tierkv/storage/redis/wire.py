@@ -335,11 +335,13 @@ class WireRequest:
         num_replies: number of commands in `pieces`, each of which gets one reply.
         digest: receives the bytes that are written into `into`; None for none.
         was_sent: True once the request was submitted to a connection.
-        may_retry: False if the request must not be sent again.
+        may_retry: False if the request must not be sent again when its connection ends without a
+            reply, for example because its caller was cancelled.
         num_retries: number of times that the request was queued again.
         is_login: True for AUTH and SELECT, which concern only the connection that sends them.
-        is_once: True if the request must not be sent again after the server may have carried it
-            out, as with UNLINK.
+        is_once: True if a second attempt could have another result, as with UNLINK, which counts
+            the removed values. `may_retry` becomes False when the connection is lost, because the
+            server may have carried the request out.
         complete: fills in bytes of `pieces` that are not known before they are sent, such as a
             checksum; None if all bytes are known.
     """
