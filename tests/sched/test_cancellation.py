@@ -96,6 +96,7 @@ async def hand_over(here: World, mine: Request) -> None:
         )
         here.service.scheduler.end(claimed)
     with suppress(HandoffError):
+        prompt = mine.spec.prompt
         await claim_request(
             here.service, "c", "not there", prompt, max_new_tokens=2, deadline_s=0.02
         )

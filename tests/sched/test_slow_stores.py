@@ -236,10 +236,11 @@ async def test_what_was_evicted_while_it_waited_for_the_store_is_offered_again_l
         prompts = [tokens(16, 100 * number) for number in range(12)]
         stored = [await here.the_store.exists(here.names(ids)) for ids in prompts]
         assert 0 < stored.count(4) < 12, "some had gone from the host when their turn came"
-        for ids, there in zip(prompts, stored, strict=True):
-            path = list(here.service.index.match(here.prompt(ids)).node.path())[::-1]
-            believed = np.concatenate([part.stored_in(0, part.num_blocks) for part in path])
-            assert not believed[there:].any(), "what did not get there"
+        for ids in prompts:
+            there = np.array(await here.the_store.present(here.names(ids)))
+            for node in here.service.index.match(here.prompt(ids)).node.path():
+                believed = node.stored_in(0, node.num_blocks)
+                assert not (believed & ~there[node.start : node.end]).any(), "it is not there"
         lost = prompts[stored.index(0)]
         await here.run(lost)
         assert await here.the_store.exists(here.names(lost)) == 4
