@@ -53,7 +53,7 @@ class BodyTimeoutError(BadRequestError):
 
 
 class TooMuchInWorkError(TierKVError):
-    """The bodies of all running requests would exceed max_work_bytes: retry."""
+    """The bodies of all running requests would exceed `max_work_bytes`: retry later."""
 
 
 class BodyReader:
@@ -88,6 +88,8 @@ class BodyReader:
             FieldError: The body's fields do not fit `kind`.
             MediaTypeError: The body is neither JSON nor msgpack.
             BodyTimeoutError: The body took longer than `body_timeout_s`.
+            web.HTTPRequestEntityTooLarge: The body is larger than `max_body_bytes`.
+            RequestTooLargeError: The body is larger than `max_work_bytes`.
             TooMuchInWorkError: The bodies of all running requests would exceed `max_work_bytes`.
         """
         content_type = _media_type(request)
@@ -113,7 +115,7 @@ class BodyReader:
             return await aside(work)
 
     async def read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
-        """Read and decode the request's body as `read` does, but accept a missing or empty body.
+        """Read and decode the request's body, but accept a missing or empty body.
 
         Args:
             request: A request whose body is still unread.
@@ -121,6 +123,9 @@ class BodyReader:
 
         Returns:
             The decoded body; `kind()` if the body is missing or empty.
+
+        Raises:
+            TierKVError: The errors of `read`, except that for an empty body.
         """
         if not request.can_read_body or not (raw := await self._receive(request)):
             return kind()
@@ -250,9 +255,9 @@ def decode(raw: bytes | bytearray, kind: type[T], *, content_type: str) -> T:
     """Return the body that `raw` encodes, as an object of type `kind`.
 
     Args:
-        raw: The bytes, JSON or msgpack.
+        raw: The encoded body.
         kind: Type of the result.
-        content_type: JSON or MSGPACK.
+        content_type: Encoding of `raw`: the constant `JSON` or `MSGPACK`.
 
     Raises:
         BodyError: `raw` cannot be read, or an object in the JSON text has the same key twice.
@@ -335,14 +340,16 @@ def is_id(text: str) -> bool:
 
 
 def check_id(text: str, field: str) -> str:
-    """Return `text` if it can be used as an id in headers and logs.
+    """Return `text` if it can be used as an id in headers, paths and logs.
+
+    An id has 1 to 256 visible ASCII characters, and is not "." or "..".
 
     Args:
         text: The id that the caller gave.
         field: Name of the id's field, for the error.
 
     Raises:
-        FieldError: The text cannot be used as an id.
+        FieldError: `text` cannot be used as an id.
     """
     if not is_id(text):
         raise FieldError(
@@ -362,21 +369,21 @@ def session_of(request: web.BaseRequest, given: str | None) -> str | None:
         The id; None if the request has no session.
 
     Raises:
-        FieldError: The text cannot be used as an id.
+        FieldError: The id is not valid (see `check_id`).
     """
     session_id = request.headers.get(SESSION_HEADER) if given is None else given
     return None if session_id is None else check_id(session_id, "session_id")
 
 
 def name_request(request: web.BaseRequest, given: str | None) -> str:
-    """Set the request's id to `given`, except if `given` is None, and return the request's id.
+    """Set the request's id to `given`, or keep the present id if `given` is None; return the id.
 
     Args:
         request: The request.
-        given: Id from the body or a header; None to keep the id that the request has.
+        given: Id from the body or a header; None to keep the present id.
 
     Raises:
-        FieldError: `given` cannot be used as an id.
+        FieldError: `given` is not a valid id (see `check_id`).
     """
     if given is not None:
         request[REQUEST_ID] = check_id(given, "request_id")

@@ -1,8 +1,10 @@
-"""Authentication of callers, their access levels, and names that separate the ids of tenants.
+"""Authentication of callers, their access levels, and names that keep the ids of tenants apart.
 
-The auth file (JSON) lists digests of tokens and names in client certificates; it contains no
-secret. Two tenants may use the same request id or ticket id, so the id is combined with the
-tenant's name.
+The auth file (JSON) lists callers by the SHA-256 of a token or by a name in a client certificate;
+it contains no secret.
+
+Two tenants may use the same request id or ticket id. The node therefore uses names that combine the
+id with the tenant.
 """
 
 from __future__ import annotations
@@ -214,7 +216,7 @@ def write(path: Path, content: AuthFile) -> None:
 
     Args:
         path: The file to replace.
-        content: The new content.
+        content: The callers to write.
 
     Raises:
         ConfigError: The file cannot be written; the old file is unchanged.
@@ -238,7 +240,10 @@ def write(path: Path, content: AuthFile) -> None:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Lock the auth file while the body runs, so that only one process at a time changes it.
+    """Hold the lock of an auth file while the body runs; wait for the lock first.
+
+    A program that changes the file must hold the lock, so that only one program changes it at a
+    time.
 
     Args:
         path: The auth file; the lock is on its folder.
@@ -323,10 +328,9 @@ class Keyring:
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
         """Return the caller that the auth file lists under one of `names`; None if there is none.
 
-        If the file lists several of the names, the first one counts.
-
         Args:
-            names: Names in a client certificate, such as `DNS:prefill-1`.
+            names: Names in a client certificate, such as `DNS:prefill-1`. The first name that the
+                file lists counts.
         """
         return next((found for name in names if (found := self._certificates.get(name))), None)
 
@@ -376,7 +380,7 @@ def ticket_name(ticket_id: str, tenant: str) -> str:
 
 
 def as_given(sentence: str) -> str:
-    """Return an error sentence with the ids that callers gave, instead of internal names.
+    """Return an error sentence, with internal names replaced by the ids that callers gave.
 
     The internal names are those that `request_name` and `ticket_name` return.
     """
@@ -530,7 +534,10 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _by_user(peer: socket.socket) -> Principal:
-    """Return an admin if the client of the Unix socket runs as the node's user, else raise."""
+    """Return an admin if the client of the Unix socket runs as the node's user.
+
+    Raise an UnauthenticatedError for a client of another user.
+    """
     _, uid, _ = credentials(peer)
     if uid == os.geteuid():
         return Principal(f"uid:{uid}", "", Access.ADMIN)

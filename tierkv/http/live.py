@@ -73,11 +73,11 @@ class LiveFeed:
     Use it inside `running()`.
 
     Attributes:
-        figures: Returns the values of the figures by name. If the names change, all earlier samples
-            are dropped.
-        refresh: Collects data for the page that are too slow to collect at each sample. It is
-            called repeatedly while a page is open, and returns the seconds to wait before its next
-            call.
+        figures: Function that returns the values of the figures by name. If the names change, all
+            earlier samples are dropped.
+        refresh: Coroutine function that collects data for the page that are too slow to collect at
+            each sample. While a page is open, the feed calls it again and again; its result is the
+            seconds until the next call.
         num_watching: Number of open streams.
 
     Args:
@@ -111,7 +111,7 @@ class LiveFeed:
                 self.close()
 
     def close(self) -> None:
-        """End all streams. Each open page first receives the samples taken so far."""
+        """End all streams; the last event of each stream is `end`."""
         self._is_closed = True
         self._wake()
 
@@ -144,14 +144,15 @@ class LiveFeed:
         self._changed = asyncio.Event()
 
     async def stream(self, request: web.BaseRequest, news: News) -> web.StreamResponse:
-        """Stream the kept samples, new samples and `news` as server-sent events, until `close`.
+        """Stream samples and the events of `news` to one page as server-sent events, until `close`.
 
-        A page that reads slowly receives several samples in one event. Samples that are no longer
-        kept when the page reads are skipped.
+        The stream begins with the samples that are kept. A page that reads slowly receives several
+        samples in one event, and misses samples that are no longer kept when the page reads.
 
         Args:
             request: The request of the page.
-            news: Returns name and data of each other event that this page has not received yet.
+            news: Function that returns the name and the data of each event, other than samples,
+                that this page has not received yet.
         """
         if request.method == hdrs.METH_HEAD:  # the client would take a body for the next answer
             return event_stream(request)
@@ -214,7 +215,7 @@ def _file(name: str) -> bytes | None:
 class PageRoutes:
     """The routes of the live page's files.
 
-    They are public, because the files have no data of the node.
+    Callers need no authentication, because the files contain no data of the node.
     """
 
     @Route("GET", "/", Access.PUBLIC, content_type="text/html")

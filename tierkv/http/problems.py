@@ -1,7 +1,7 @@
 """Error answers, all in one form: RFC 9457 problem+json with a stable code.
 
-`ERRORS` maps each error that a handler raises to its HTTP status. `PROBLEMS` lists the errors that
-occur before a handler runs.
+`ERRORS` maps each error that a handler raises to its HTTP status. `PROBLEMS` lists the answers to
+requests that are not valid HTTP, or that use a part of HTTP that the server does not support.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def problem_of(
 ) -> Problem:
     """Return the body of the error answer to `request`.
 
-    The text of an unexpected error is only in the log.
+    An error that has no row in `ERRORS` is a bug; its text is only in the log.
 
     Args:
         request: The request that failed.
@@ -202,7 +202,7 @@ def problem_of(
 
 
 def _row(error: Exception) -> tuple[int, str, str]:
-    """Return the HTTP status, the stable code and the title of `error`."""
+    """Return the HTTP status, the stable code and the title of `error`; `INTERNAL` for a bug."""
     if isinstance(error, web.HTTPException):
         return error.status, HTTP_CODES.get(error.status, f"http_{error.status}"), error.reason
     if isinstance(error, AnswerError):
@@ -280,7 +280,7 @@ def fail(
     error: Exception,
     make_problem: Callable[[web.BaseRequest, Exception], Problem] = problem_of,
 ) -> web.Response:
-    """Return the error answer to `request`, and log an unexpected error.
+    """Return the error answer to `request`, and log the error if it is a bug of tierkv.
 
     Args:
         request: The request that failed.
@@ -299,7 +299,7 @@ def problem_response(found: Problem, headers: Mapping[str, str]) -> web.Response
 
     Args:
         found: The body, a `Problem` or a type derived from it.
-        headers: Further headers.
+        headers: Headers besides Content-Type and Server.
     """
     response = web.Response(
         body=msgspec.json.encode(found),

@@ -141,7 +141,10 @@ class Working:
         self._changed.set()
 
     def hurry(self) -> None:
-        """Make `idle` cancel running calls without a grace time, now or when it is called."""
+        """Cancel running calls without a grace time.
+
+        A running `idle` cancels them now; otherwise, later calls of `idle` cancel them at once.
+        """
         self._is_hurried = True
         self.changed()
 
@@ -217,15 +220,16 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
     """Run a node or a gateway until `stop` is set, then shut it down.
 
     During the shutdown, the node or gateway reports not ready and rejects new requests. Running
-    requests are cancelled after the grace time. Probes are answered until the end.
+    requests are cancelled after the grace time. Health checks are answered until the end.
 
     Args:
         served: The node or gateway.
         name: Name of the node or gateway in the log.
         listening: Context manager that answers requests while it is entered, and yields the URL.
-        announce: Called with the URL once requests are answered there.
+        announce: Called with the URL when requests are answered there.
         grace_s: Seconds for which running requests may continue.
-        on_closing: Called once no request runs or the grace time is over; may be called twice.
+        on_closing: Called when closing begins: when no request runs, or at the end of the grace
+            time. A second call is possible.
         stop: The event that `stop_signal` yields.
     """
     await start_threads()
@@ -252,10 +256,10 @@ class LastResort:
     This damages no stored value, because a value becomes visible only when it is complete.
 
     Attributes:
-        why: Returns the reason for the log entry.
+        why: Function that returns the reason for the log entry.
 
     Args:
-        limit_s: Seconds from `start` until the process is killed.
+        limit_s: Seconds from `start` until the process ends with exit status 1.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -291,7 +295,7 @@ async def watching(
 
     Args:
         files: The files to watch.
-        reload: Reads the files.
+        reload: Coroutine function that reads the files.
         every_s: Seconds between two checks for changes.
 
     Raises:
@@ -328,7 +332,7 @@ def _identities(files: Sequence[Path]) -> _Seen:
 
 
 def _identity(file: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes with the file's content; None if there is no file."""
+    """Return a value that differs after a change of the file; None if there is no file."""
     try:
         found = file.stat()
     except OSError:

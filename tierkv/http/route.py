@@ -80,7 +80,7 @@ class Route:
 
 
 def routes_of(owner: object) -> list[Route]:
-    """Return the routes that the methods of `owner` declare, in the order of its class."""
+    """Return the routes that the methods of `owner` declare, in the order of the methods."""
     kind = type(owner)
     return [
         replace(
@@ -95,7 +95,7 @@ def routes_of(owner: object) -> list[Route]:
 
 
 def in_path(request: web.BaseRequest, name: str) -> str:
-    """Return the part of the request's path that {name} in the route's path stands for.
+    """Return the decoded part of the request's path that {name} in the route's path stands for.
 
     Args:
         request: A request that the router has matched to a route.
@@ -220,7 +220,7 @@ class _Path:
 
 
 async def _expected(request: web.BaseRequest) -> None:
-    """Answer `Expect: 100-continue`, for which the client waits before it sends its body."""
+    """Send `100 Continue` to a client that waits for it before it sends the body."""
     if request.headers["Expect"].lower() != "100-continue":
         raise web.HTTPExpectationFailed
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -364,7 +364,10 @@ def _fields(kind: type | None) -> tuple[str, ...]:
 
 
 def _exact(schemas: dict[str, Json]) -> dict[str, Json]:
-    """Add a base64 pattern to all fields of bytes, because the decoder accepts no other text."""
+    """Add a pattern for base64 to the schema of each bytes field.
+
+    The decoder accepts only base64.
+    """
     for schema in schemas.values():
         _mark_base64(schema)
     return schemas

@@ -49,9 +49,9 @@ def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socke
     """Return a socket that listens on the address in `settings`.
 
     Args:
-        settings: The address.
-        asks_callers: True if every caller is authenticated. If False, the address must be one that
-            only this machine can reach, except with allow_insecure_bind.
+        settings: The settings `host`, `port` and `allow_insecure_bind`.
+        asks_callers: True if every caller is authenticated. If False, and `allow_insecure_bind` is
+            not set, the address must be one that other machines cannot reach.
 
     Raises:
         ConfigError: The address cannot be used, or is not allowed without authentication.
