@@ -342,7 +342,7 @@ async def answering(
 
 
 class _Shared:
-    """The objects that all connections share: aiohttp's server, the limits, and a count."""
+    """Objects of all connections: aiohttp's server, the limits, and the number of connections."""
 
     def __init__(self, http: web.Server, limits: ListenSection) -> None:
         self.http = http
