@@ -1,4 +1,4 @@
-"""Clocks: a protocol, so that tests can set the time; this machine's clocks; a store's clock."""
+"""The protocol of clocks, the clocks of this machine, and a clock that follows a store's time."""
 
 from __future__ import annotations
 

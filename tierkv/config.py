@@ -92,7 +92,8 @@ def load_traced(
         environ: environment variables; a variable TIERKV_TABLE__KEY sets `key` of `table`.
         options: command-line options, each as (table, key, value).
         other_kind: class of the settings of another program that reads the same file and
-            environment; its tables are ignored. None if there is no other program.
+            environment. Tables that only this class has are checked for unknown keys, and otherwise
+            ignored. None if there is no other program.
 
     Returns:
         The settings, and the sources by name "table.key": the path of the file, the name of the

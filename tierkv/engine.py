@@ -282,8 +282,10 @@ class EngineStats:
     Attributes:
         generated_tokens: tokens that the engine chose.
         computed_tokens: tokens whose KV the model computed, of prompts and answers.
-        failed_loads: times that cached tokens had to be computed because they could not be loaded.
-        preemptions: times that a running request gave its blocks up, because no more were free.
+        failed_loads: number of times that cached tokens had to be computed because they could not
+            be loaded.
+        preemptions: number of times that a running request gave its blocks up, because it needed
+            more and none were free.
     """
 
     generated_tokens: int = 0
@@ -295,9 +297,9 @@ class EngineStats:
 class NodeEngine(Protocol):
     """An engine that computes for a node.
 
-    Enter `running()` after the service's own, and call the other methods within it. Every method
-    may be cancelled. A cancelled call ends only after no kernel uses the request's blocks any more
-    and the blocks are released.
+    Enter `running()` while the service is running, and call the other methods within it. Every
+    method may be cancelled. A cancelled call ends only after no kernel uses the request's blocks
+    any more and the blocks are released.
     """
 
     @property

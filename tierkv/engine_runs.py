@@ -61,8 +61,9 @@ class ModelRun:
         room: number of tokens for which the request has blocks.
         cached_tokens: number of prompt tokens that were cached at the admission.
         is_loaded: True once the engine has waited for the loads of cached tokens in all layers.
-        may_recover: True if the request may be recovered from a failed load. False after a
-            recovery, whose loads have ended, until the request is resumed.
+        may_recover: True if the request gets new blocks and is computed again after a failed load.
+            False if that has happened since the admission or the last `resume`: the next failure is
+            raised.
         end_tokens: tokens that end the answer; empty if the job ignores them.
         call_s: seconds that the last call of the model took; None if the call waited for loads.
         chosen_logprobs: log probabilities of the token that the last call chose; None for none.
@@ -99,9 +100,11 @@ class ModelRun:
         self._earlier_tokens: tuple[int, ...] = ()
 
     def begin(self) -> None:
-        """Continue after the cached tokens of the request.
+        """Set the next token to compute: the first one after the cached tokens of the request.
 
         Call this after the admission, and after a recovery, which gives the request new blocks.
+        Tokens of the answer that were generated since the admission or the last `resume` are
+        dropped.
         """
         self._start_after_cached()
         self.tokens = list(self._earlier_tokens)
@@ -112,7 +115,7 @@ class ModelRun:
         self.cached_tokens = min(self.num_fed, len(self.prompt))
 
     def go_on_from(self, first_tokens: Sequence[int]) -> None:
-        """Continue after `first_tokens` of the answer, which the prefill node generated."""
+        """Set the beginning of the answer to `first_tokens`, which the prefill node generated."""
         self._earlier_tokens = tuple(first_tokens)
         self.tokens = list(first_tokens)
         self._logprobs = [None] * len(first_tokens)
@@ -120,7 +123,10 @@ class ModelRun:
         self.report()
 
     def resume(self) -> None:
-        """Continue after a preemption: compute again the tokens that are no longer cached."""
+        """Set the next token to compute after a preemption: the first one that is no longer cached.
+
+        The answer so far is kept.
+        """
         self._earlier_tokens = tuple(self.tokens)
         self.may_recover = True
         self._start_after_cached()
@@ -250,9 +256,9 @@ def logprobs_of(logits: npt.NDArray[np.float32], token: int, num_top: int) -> To
 class SessionEngine(ABC):
     """Base class of engines: has all methods of `NodeEngine`, and a subclass adds the model.
 
-    Enter `running()` after the service's own, and call the other methods within it. Every method
-    may be cancelled. A cancelled call ends only after the model no longer uses the request's blocks
-    and the blocks are released.
+    Enter `running()` while the service is running, and call the other methods within it. Every
+    method may be cancelled. A cancelled call ends only after the model no longer uses the request's
+    blocks and the blocks are released.
 
     Args:
         service: the service of the node.
@@ -496,7 +502,7 @@ class SessionEngine(ABC):
         run.session.end(after=self._computed(), reason=reason)
 
     def _computed(self) -> tuple[Event, ...]:
-        """Return the event after all submitted kernels; () if the device has failed."""
+        """Return the event that comes after all submitted kernels; () if the device has failed."""
         try:
             return (self._service.device.compute_stream.record(),)
         except DeviceFailedError:

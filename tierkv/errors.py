@@ -61,11 +61,11 @@ class OwnershipError(TierKVError):
 
 
 class LayoutError(TierKVError):
-    """Shapes, sizes or alignments do not fit the layout: correct it, or refuse the peer."""
+    """Shapes, sizes or alignments do not fit the layout: correct them, or refuse the peer."""
 
 
 class TransferError(TierKVError):
-    """A copy of blocks failed: compute the blocks that the error names.
+    """A copy of blocks failed: compute the tokens of the blocks that the error names.
 
     Attributes:
         blocks: ids of device blocks whose content is not valid; empty if they are unknown.
@@ -81,7 +81,7 @@ class DeviceFailedError(TransferError):
 
 
 class GateTimeoutError(TransferError):
-    """Blocks were not on the device in time: compute them, or wait for the copy again."""
+    """Blocks were not on the device in time: compute their tokens, or wait for the copy again."""
 
 
 class StoreError(TierKVError):
@@ -89,7 +89,7 @@ class StoreError(TierKVError):
 
 
 class StoreUnavailableError(StoreError):
-    """The store refuses an operation or does not answer in time: compute, and check the store."""
+    """The store refuses a call or gives no answer in time: compute the prompt, check the store."""
 
 
 class StoreRefusedError(StoreUnavailableError):
@@ -97,18 +97,18 @@ class StoreRefusedError(StoreUnavailableError):
 
 
 class StoreDownError(StoreUnavailableError):
-    """The store failed repeatedly, and is not used until it answers a probe: compute instead."""
+    """The store failed repeatedly, and is unused until a probe is answered: compute the prompt."""
 
 
 class StoreCorruptError(StoreError):
-    """A stored value or a message differs from what was written: delete it, and compute instead."""
+    """A stored value or a message is not what was written: delete the value, compute the prompt."""
 
 
 class HandoffError(TierKVError):
     """A prompt could not be published or claimed: act on the reason, or compute the prompt.
 
     Attributes:
-        reason: the reason, the value of a `pd.tickets.HandoffProblem`.
+        reason: the value of a member of `pd.tickets.HandoffProblem`, such as "expired".
     """
 
     def __init__(self, reason: str, message: str) -> None:

@@ -41,9 +41,10 @@ class Stats(msgspec.Struct, frozen=True):
         storage: totals of the storage tier; None if there is none.
         loaded_bytes: total bytes copied from host to device.
         offloaded_bytes: total bytes copied from device to host.
-        load_layers: times after which each layer of a load was on the device.
+        load_layers: for each layer, the seconds from the submission of a load until the layer is on
+            the device: their sum and the longest.
         handoff: totals of published and claimed prompts.
-        decisions: totals of missing blocks, by the way in which they were obtained.
+        decisions: how often missing blocks were loaded, fetched, waited for or computed.
     """
 
     device: PoolStats
@@ -64,8 +65,9 @@ class Lookup(msgspec.Struct, frozen=True):
     """Numbers of cached tokens of a prompt, from its start on, by tier.
 
     Each token counts once: first come the tokens on the device, then those on the host, then those
-    in storage. If only the first tokens of a cached block equal the prompt's, these tokens count. A
-    request that must compute at least one token can use one token less.
+    in storage. If only the first tokens of a cached block equal the prompt's, these tokens count.
+    An engine that needs the logits of the prompt's last token computes that token even if it is
+    cached.
 
     Attributes:
         num_tokens: number of tokens of the prompt.
@@ -264,16 +266,18 @@ _MIN_SHARE = 1 / 300  # share of all blocks; smaller runs are too narrow to be d
 
 
 async def prefixes(index: Index) -> tuple[list[Prefix], int]:
-    """Return the largest runs of the tree of cached blocks, parents before children.
+    """Return the runs of the tree of cached blocks that have enough blocks to be drawn.
 
-    The event loop runs other tasks in between, so the result may be partly from before a change and
-    partly from after it.
+    A run is left out if, with all runs below it, it has less than 1/300 of all blocks, or if 12 or
+    more runs are above it. The event loop runs other tasks in between, so the result may be partly
+    from before a change and partly from after it.
 
     Args:
         index: the index of all blocks.
 
     Returns:
-        The runs, and the number of all runs that were read, at most 50,000.
+        The runs, each after its parent, and the number of runs that were read before any were left
+            out, at most 50,000.
     """
     found: list[Prefix] = []
     pending = [(child, -1, 0) for root in index.spaces.roots() for child in root.children.values()]
