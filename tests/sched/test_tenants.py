@@ -344,3 +344,16 @@ async def test_a_tenant_that_waits_for_others_keeps_its_own_blocks_meanwhile() -
         assert service.index.match(own).num_blocks == 2, "only now, to stay within its quota"
         service.scheduler.end(request)
         await here.settle()
+
+
+async def test_those_that_are_being_closed_count_as_closed_for_who_comes_next() -> None:
+    async with world(max_tenants=2, host_write=NONE, device_blocks=512) as here:
+        first = await with_many_runs(here, "a")
+        second, third = (here.service.space_of_tenant(name) for name in ("b", "c"))
+        assert first in here.service.roots(), "it goes in a task"
+        here.service.close_fingerprint(second)
+        fourth = here.service.space_of_tenant("d")
+        assert third in here.service.roots(), "there was room for one more"
+        fifth = here.service.space_of_tenant("e")
+        await here.settle()
+        assert here.service.roots().keys() == {"", fourth, fifth}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from tests.faulty import FaultyStore
@@ -17,6 +18,7 @@ from tierkv.errors import HandoffError, StoreUnavailableError
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.request import Matched
 from tierkv.service.service import Freed
+from tierkv.storage.protocol import GetStatus, PutStatus
 
 THROUGH = WritePolicy.WRITE_THROUGH
 PROMPT = tokens(18)
@@ -147,3 +149,38 @@ async def test_a_deletion_that_the_store_does_not_carry_out_says_so_and_bars_the
         await here.run(PROMPT)
         await here.service.forget()
         assert (await here.run(PROMPT)).storage_tokens > 0
+
+
+async def test_nothing_that_was_queued_before_a_deletion_is_written_after_it() -> None:
+    async with world(with_store=True) as here:
+        await here.run(PROMPT)
+        storage, tickets = here.service.tiers.copies.storage, here.service.handoff
+        assert storage is not None
+        assert tickets is not None
+        before, keys = storage.deletions.generation, here.keys(PROMPT)
+        slots = np.arange(len(keys), dtype=np.int32)
+        opened = tickets.tickets.new_open("ticket", here.prompt(PROMPT))
+        await here.service.free(clears_storage=True)
+        outcomes = await storage.flush(keys, slots, generation=before)
+        assert {one.status for one in outcomes} == {PutStatus.FAILED}
+        await storage.tails.note(keys[-1:], generation=before)
+        with pytest.raises(StoreUnavailableError):
+            await tickets.tickets.put(opened, generation=before)
+        assert await num_values(here.the_store) == 0
+
+
+async def test_a_read_that_began_before_the_deletion_brings_nothing() -> None:
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
+        await here.run(PROMPT)
+        await here.service.forget()
+        storage, keys = here.service.tiers.copies.storage, here.keys(PROMPT)
+        assert storage is not None
+        here.the_store.hold()
+        slots = np.arange(len(keys), dtype=np.int32)
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(storage.fetch(keys, slots))
+            await here.the_store.until_held(1)
+            group.create_task(here.service.free(clears_storage=True))
+            await until(lambda: here.service.deletions.bars_reads, "the deletion")
+            here.the_store.release()
+        assert {one.status for one in reading.result()} == {GetStatus.MISS}

@@ -726,7 +726,8 @@ class Growth:
         # A NumPy integer becomes an int.
         tokens = request.whole_prompt.num_tokens + operator.index(num_tokens)
         count = self._missing(request, tokens)
-        if not count or (self._is_free(request) and self._has_grown(request, count)):
+        has_quota = request.lease.node.space.has_quota
+        if not count or (not has_quota and self._has_grown(request, count)):
             return
         self._check(request, tokens)
         self.extending.append(request)
@@ -749,9 +750,6 @@ class Growth:
             if request not in self.extending:
                 self._short_of_quota.discard(request)
             self._tiers.work.capacity_changed()
-
-    def _is_free(self, request: Request) -> bool:
-        return not (self.extending or request.lease.node.space.has_quota)
 
     def _has_grown(self, request: Request, count: int) -> bool:
         try:
