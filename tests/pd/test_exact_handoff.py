@@ -232,7 +232,7 @@ async def test_many_hand_offs_at_once_are_exact_and_leave_nothing(
                 group.create_task(hand_over(nodes, length, sampling, f"many{n}", seed=n))
         for node in nodes:
             await at_rest(node)
-        assert background_tasks() <= running | {"tierkv-redis-subscribe", "tierkv-redis-hear"}
+        assert background_tasks() <= running | {"tierkv-redis-subscribe"}
         prefill = nodes[0].service.handoff
         assert prefill is not None
         assert prefill.tickets.lease.num_held == 0

@@ -572,7 +572,7 @@ async def test_who_attaches_a_store_again_and_again_hears_once_that_it_is_back()
 
     one, other = Node(), Node()
     for node in (one, other, one, one):
-        pair.store.when_back(node.is_back)
+        pair.store.on_recovery(node.is_back)
     async with pair.store.running():
         await open_its_breaker(pair)
         await until(lambda: pair.state is BreakerState.CLOSED, "a probe that is answered")

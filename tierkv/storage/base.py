@@ -72,7 +72,7 @@ class BaseStore(ABC):
     def use_memory(self, pools: Sequence[memoryview]) -> None:  # noqa: B027 - a default
         """Do nothing: this store needs no registered memory."""
 
-    def when_back(self, call: Callable[[], None]) -> None:  # noqa: B027 - a default
+    def on_recovery(self, call: Callable[[], None]) -> None:  # noqa: B027 - a default
         """Do nothing: without a breaker, a store does not find out that it answers again."""
 
     @abstractmethod
@@ -154,8 +154,8 @@ class StoreWrapper:
     def use_memory(self, pools: Sequence[memoryview]) -> None:
         self.inner.use_memory(pools)
 
-    def when_back(self, call: Callable[[], None]) -> None:
-        self.inner.when_back(call)
+    def on_recovery(self, call: Callable[[], None]) -> None:
+        self.inner.on_recovery(call)
 
     def running(self) -> AbstractAsyncContextManager[None]:
         return self.inner.running()

@@ -516,13 +516,13 @@ class FileNotifier:
         loop.add_reader(fd, self._read, fd)
         try:
             self._is_watching = True
-            self._topics.turn_all(is_live=True)
+            self._topics.set_all_live(is_live=True)
             await self._lost.wait()
         finally:
             self._is_watching = False
             loop.remove_reader(fd)
             os.close(fd)
-            self._topics.turn_all(is_live=False)
+            self._topics.set_all_live(is_live=False)
 
     def _read(self, fd: int) -> None:
         try:
@@ -539,13 +539,13 @@ class FileNotifier:
             name = events[at + _EVENT.size : at + _EVENT.size + length].rstrip(b"\0")
             at += _EVENT.size + length
             if mask & _OVERFLOW:
-                self._topics.turn_all(is_live=True)
+                self._topics.set_all_live(is_live=True)
             elif mask & _IGNORED:
                 self._lost.set()
             elif mask & _CREATED:
                 digest, _, message = name.decode("ascii", "replace").partition(".")
                 if topic := digests.get(digest):
-                    self._topics.hear(topic, message)
+                    self._topics.deliver(topic, message)
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:

@@ -149,7 +149,7 @@ class GuardedStore(StoreWrapper):
         self._tokens = _MAX_TOKENS if settings.retries_per_operation else 0.0  # for retries
         self._random = random.Random()
         self._tasks: asyncio.TaskGroup | None = None
-        self._when_back: MutableSequence[Callable[[], None]] = []
+        self._recovery_callbacks: MutableSequence[Callable[[], None]] = []
         self._num_retries = self._num_refused = 0
 
     @property
@@ -175,9 +175,9 @@ class GuardedStore(StoreWrapper):
             negative_hits=self._missing.num_hits,
         )
 
-    def when_back(self, call: Callable[[], None]) -> None:
-        if call not in self._when_back:  # each attachment passes the callable again
-            self._when_back.append(call)
+    def on_recovery(self, call: Callable[[], None]) -> None:
+        if call not in self._recovery_callbacks:  # each attachment passes the callable again
+            self._recovery_callbacks.append(call)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -501,7 +501,7 @@ class GuardedStore(StoreWrapper):
             if failure is None:
                 self._opened.clear()
                 _log.warning("%s answers again", self.url)
-                for call in self._when_back:
+                for call in self._recovery_callbacks:
                     call()
 
     async def _probe(self) -> str | None:

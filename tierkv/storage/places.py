@@ -87,7 +87,7 @@ class _NoStore(StoreWrapper):
 
     def use_memory(self, pools: Sequence[memoryview]) -> None: ...
 
-    def when_back(self, call: Callable[[], None]) -> None: ...
+    def on_recovery(self, call: Callable[[], None]) -> None: ...
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:  # noqa: ARG002
         raise StoreUnavailableError("no store is attached")
@@ -304,10 +304,10 @@ class Places:
         for one in self._places:
             one.store.use_memory(pools)
 
-    def when_back(self, call: Callable[[], None]) -> None:
+    def on_recovery(self, call: Callable[[], None]) -> None:
         """Register `call` with all attached stores, which call it when they answer again."""
         for one in self._places:
-            one.store.when_back(call)
+            one.store.on_recovery(call)
 
     @property
     def _places(self) -> Sequence[_Attached]:

@@ -46,23 +46,23 @@ class Listener:
 
     def __init__(self) -> None:
         self.is_live = False
-        self._heard: deque[str] = deque(maxlen=_MAX_WAITING)
+        self._received: deque[str] = deque(maxlen=_MAX_WAITING)
         self._came = asyncio.Event()
 
-    def hear(self, message: str) -> None:
-        self._heard.append(message)
+    def receive(self, message: str) -> None:
+        self._received.append(message)
         self._came.set()
 
     async def next(self, timeout_s: float) -> str | None:
         """Return the next message; None if none arrived within `timeout_s` seconds."""
-        if not self._heard:
+        if not self._received:
             self._came.clear()
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._came.wait()
             except TimeoutError:
                 return None
-        return self._heard.popleft()
+        return self._received.popleft()
 
 
 class Notifier(Protocol):
@@ -138,8 +138,8 @@ class Topics:
                 del self._listeners[topic]
                 self.changed.set()
 
-    def hear(self, topic: str, message: str) -> None:
-        """Pass a received message to the listeners of its topic.
+    def deliver(self, topic: str, message: str) -> None:
+        """Deliver a received message to the listeners of its topic.
 
         Text that is not a valid message is passed as EMPTY_MESSAGE, which means "read the store".
 
@@ -150,9 +150,9 @@ class Topics:
         if not _MESSAGE.fullmatch(message):
             message = EMPTY_MESSAGE
         for listener in self._listeners.get(topic, ()):
-            listener.hear(message)
+            listener.receive(message)
 
-    def turn(self, topic: str, *, is_live: bool) -> None:
+    def set_live(self, topic: str, *, is_live: bool) -> None:
         """Set `is_live` of a topic's listeners, and pass EMPTY_MESSAGE to each.
 
         The message makes them read the store, because earlier messages may be lost.
@@ -164,11 +164,11 @@ class Topics:
         """
         for listener in self._listeners.get(topic, ()):
             listener.is_live = is_live
-            listener.hear(EMPTY_MESSAGE)
+            listener.receive(EMPTY_MESSAGE)
 
-    def turn_all(self, *, is_live: bool) -> None:
+    def set_all_live(self, *, is_live: bool) -> None:
         for topic in self.wanted:
-            self.turn(topic, is_live=is_live)
+            self.set_live(topic, is_live=is_live)
 
 
 class Polling:
@@ -198,7 +198,7 @@ class Hub:
 
     async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
         """Pass the message to the listeners in this process."""
-        self.topics.hear(topic, check_message(message))
+        self.topics.deliver(topic, check_message(message))
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
         return self.topics.listening(topic, is_live=True)
@@ -614,7 +614,7 @@ class Store(Protocol):
             pools: the memory, one view per range.
         """
 
-    def when_back(self, call: Callable[[], None]) -> None:
+    def on_recovery(self, call: Callable[[], None]) -> None:
         """Register `call`, which is called whenever the store answers again after a failure.
 
         The store may have lost values by then. Registering the same callable again has no effect.

@@ -122,7 +122,7 @@ class StorageTier:
         self._on_change = on_change
         self._prefix = ""
         if store is not None:
-            store.when_back(on_change)
+            store.on_recovery(on_change)
 
     @asynccontextmanager
     async def running(
@@ -257,7 +257,7 @@ class StorageTier:
             store = self.options.open(store)
         store.use_memory(self._pools)
         await self._stores.attach(store, self._route(tenant))
-        store.when_back(self._on_change)
+        store.on_recovery(self._on_change)
         self._on_change()
 
     def detach(self, tenant: str = "") -> bool:

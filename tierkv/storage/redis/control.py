@@ -99,9 +99,9 @@ class RedisNotifier:
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     connection = await self._connect()
-                clock = _Heard()
+                clock = _LastReply()
                 async with background({"tierkv-redis-subscribe": self._ask(connection, clock)}):
-                    await self._hear(connection, clock)
+                    await self._receive(connection, clock)
             except ResponseError as error:
                 self._warn(str(error))
                 pause_s = _LONGEST_PAUSE_S
@@ -112,7 +112,7 @@ class RedisNotifier:
             finally:
                 self._asked.clear()
                 self._live.clear()
-                self._topics.turn_all(is_live=False)
+                self._topics.set_all_live(is_live=False)
                 if connection is not None:
                     await connection.disconnect()
             task = asyncio.current_task()
@@ -122,7 +122,7 @@ class RedisNotifier:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _ask(self, connection: RedisConnection, clock: _Heard) -> None:
+    async def _ask(self, connection: RedisConnection, clock: _LastReply) -> None:
         """Subscribe to all topics that have listeners, and raise if the server becomes silent."""
         loop = asyncio.get_running_loop()
         while True:
@@ -150,7 +150,7 @@ class RedisNotifier:
                 else:
                     clock.at = loop.time()
 
-    async def _hear(self, connection: RedisConnection, clock: _Heard) -> None:
+    async def _receive(self, connection: RedisConnection, clock: _LastReply) -> None:
         loop = asyncio.get_running_loop()
         while True:
             reply = await connection.read_response()
@@ -163,9 +163,9 @@ class RedisNotifier:
             topic = topic_reply.decode("ascii", "replace")
             if kind == b"subscribe" and topic in self._asked:
                 self._live.add(topic)
-                self._topics.turn(topic, is_live=True)
+                self._topics.set_live(topic, is_live=True)
             elif kind == b"message" and isinstance(content, bytes):
-                self._topics.hear(topic, content.decode("ascii", "replace"))
+                self._topics.deliver(topic, content.decode("ascii", "replace"))
 
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
@@ -185,7 +185,7 @@ async def _send(connection: RedisConnection, commands: Sequence[Command]) -> Non
         await connection.send_packed_command(connection.pack_commands(commands))
 
 
-class _Heard:
+class _LastReply:
     """The time of the last message from the server, on the loop's clock."""
 
     def __init__(self) -> None:
