@@ -1,6 +1,7 @@
 """Calls of the gateway to its nodes, and regular probes of each node.
 
-Connections are pooled, and each wait for a node has a deadline.
+A probe asks a node for its fingerprint and for its readiness (GET /readyz). Connections are pooled,
+and each wait for a node has a deadline.
 """
 
 from __future__ import annotations
@@ -258,9 +259,9 @@ class NodeCalls:
     async def stream(
         self, node: BackendNode, path: str, job: Job, body: Body
     ) -> AsyncGenerator[ServerEvent, None]:
-        """Yield the events of a node's streamed answer, up to the event `done`.
+        """Yield the events of a node's streamed answer; the last one is the event `done`.
 
-        The caller must close the iterator, so that the node stops generating.
+        The caller must close the iterator if it stops earlier, so that the node stops generating.
 
         Args:
             node: The node to call.
@@ -303,7 +304,7 @@ class NodeCalls:
 
     @contextmanager
     def _translated(self, node: BackendNode) -> Iterator[None]:
-        """Raise NodeFailedError instead of an error that a call to `node` raises in the body."""
+        """Turn errors of a call to `node` in the body into a NodeFailedError."""
         try:
             yield
         except TimeoutError as error:

@@ -100,14 +100,14 @@ class OutOfTimeError(GatewayError):
 
 
 class AttemptError(TierKVError):
-    """One attempt to get a prompt answered by a node failed.
-
-    An attempt at another node may succeed.
-    """
+    """An attempt to generate an answer at a node failed; an attempt at another node may succeed."""
 
 
 class NodeFailedError(AttemptError):
-    """The node died, hung, or sent an unexpected answer; it receives no requests for a while."""
+    """The node died, hung, or sent an unexpected answer.
+
+    The node receives no requests for a while.
+    """
 
 
 class NodeBusyError(AttemptError):

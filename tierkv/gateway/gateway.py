@@ -41,7 +41,7 @@ class Admission:
         num_running: Number of prompts that run.
 
     Args:
-        limits: Largest numbers of running and of waiting prompts.
+        limits: Largest numbers of running and of waiting prompts, and the longest wait.
     """
 
     def __init__(self, limits: LimitsSection) -> None:
@@ -68,7 +68,7 @@ class Admission:
         """Wait until one more prompt may run, and count this prompt as running while the body runs.
 
         Raises:
-            OverloadedError: No running prompt ended within `queue_timeout_s`.
+            OverloadedError: The prompt waited for `queue_timeout_s`.
         """
         self.num_waiting += 1
         try:
@@ -218,7 +218,7 @@ class Backend:
     Use it inside `running()`.
 
     Raises:
-        ConfigError: The settings name no node, or a node's URL cannot be used.
+        ConfigError: The settings name no node, or a node's URL or a certificate cannot be used.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -351,7 +351,10 @@ class Gateway:
         self.is_draining = True
 
     def hurry(self) -> None:
-        """Make `idle` cancel the running prompts without a grace time, now or when it is called."""
+        """Cancel the running prompts without a grace time.
+
+        A running `idle` cancels them now; otherwise, later calls of `idle` cancel them at once.
+        """
         self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:

@@ -37,8 +37,8 @@ class BackendNode:
         fingerprint: Fields that identify the node's KV (model, layout ...), as the node reports
             them; None before its first report.
         model: Name of the node's model; "" before the node's first report.
-        differs_in: A phrase for each field of the fingerprint whose value differs from that of most
-            other nodes.
+        differs_in: One phrase for each field in which the node's fingerprint differs from the most
+            frequent fingerprint of all nodes. If there is one, the node receives no requests.
 
     Args:
         url: URL of the node.
@@ -85,7 +85,8 @@ class BackendNode:
     def note_failure(self, now: float) -> None:
         """Record a failure at the time `now`; the node receives no requests for a while.
 
-        This time doubles with each failure in a row. A failure within this time does not extend it.
+        This pause lasts `eject_s` seconds, doubled with each failure in a row, at most
+        `max_eject_s`. A failure during the pause does not extend it.
         """
         self.num_failures += 1
         self._is_ready = True  # the failure replaces an earlier report of not ready
@@ -166,14 +167,15 @@ class Nodes:
 
     Attributes:
         all: The nodes.
-        model: Name of the model that most nodes serve; "" before the first report of a node.
+        model: Name of the model of the most frequent fingerprint; "" before the first report of a
+            node.
 
     Args:
         section: URLs of the nodes by role.
         health: Seconds for which a failed node receives no requests.
 
     Raises:
-        ConfigError: No node is given, or one is given twice.
+        ConfigError: No node is given, a node is given twice, or a URL cannot be that of a node.
     """
 
     def __init__(self, section: GatewaySection, health: HealthSection) -> None:
@@ -198,10 +200,10 @@ class Nodes:
             )
 
     def compare(self, node: BackendNode, fingerprint: dict[str, str] | None, model: str) -> None:
-        """Record the fingerprint of `node`, and find the nodes whose fingerprint differs from most.
+        """Record the fingerprint of `node`, and update `differs_in` of all nodes.
 
-        These nodes receive no requests. If several fingerprints are equally frequent, the one that
-        comes first in `all` counts as that of most nodes.
+        Each fingerprint is compared with the most frequent one. If several are equally frequent,
+        the fingerprint of the first such node in `all` is used.
 
         Args:
             node: The node.

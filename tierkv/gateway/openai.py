@@ -143,7 +143,8 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Return the texts that end the answer.
 
         Raises:
-            InvalidRequestError: There are more than 4 texts, or one is empty or too long.
+            InvalidRequestError: There are more than 4 texts, or a text does not have 1 to 256
+                characters.
         """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > _MAX_STOPS:
@@ -399,7 +400,8 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
         completion_tokens: Number of generated tokens.
         total_tokens: The sum of both.
         prompt_tokens_details: Number of prompt tokens that were found in the cache. If several
-            nodes worked on a prompt, the first node that finished counts.
+            nodes worked on a prompt, the number comes from the node that first ended its answer
+            without an error.
     """
 
     prompt_tokens: int

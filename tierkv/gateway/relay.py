@@ -59,8 +59,10 @@ class PromptAnswer:
     Attributes:
         job: The prompt and its sampling parameters. A text prompt is replaced by its tokens at the
             end of `run`.
-        num_tokens: Number of generated tokens, up to the one that completed a stop text.
-        cached_tokens: Number of prompt tokens that were found in the cache.
+        num_tokens: Number of generated tokens. The token that completes a stop text is the last one
+            that counts.
+        cached_tokens: Number of prompt tokens that were found in the cache; 0 before the end of
+            `run`.
         finish_reason: Reason why the answer ended; None before its end.
 
     Args:
@@ -177,15 +179,15 @@ class Done(msgspec.Struct):
 
 
 class Delivery:
-    """The tokens of one answer received so far, and the state of the attempts to get the others.
+    """The tokens of one answer received so far, and the state of the attempts to get all of them.
 
     Attributes:
         job: The prompt and its sampling parameters.
         backend: The nodes.
         tokens: The tokens received so far.
         logprobs: Log probabilities of each received token; empty if the job asks for none.
-        cached_tokens: Number of prompt tokens that were cached at the first node whose stream
-            ended; None before.
+        cached_tokens: Number of prompt tokens that were cached at the node whose stream was the
+            first to end with the event `done`; None before this event.
         has_stopped: True once the model has ended the text.
         is_claimed: True once a decode node has sent a token after claiming the ticket.
         contributing_nodes: Nodes that sent some of the received tokens.
@@ -349,10 +351,12 @@ class Delivery:
         log.warning(text, self.job.request_id, node.url)
 
     async def check_ticket(self, ticket_id: str) -> None:
-        """Check that the store still has a published ticket, if no decode node has claimed it yet.
+        """Ask the publishing node whether the store still has the ticket.
 
-        If the store has lost the ticket, a decode node would wait for the ticket until the deadline
-        of its claim.
+        Do nothing before the publish.
+
+        If the store has lost a ticket, a decode node would wait for the ticket until the deadline
+        of its claim. The loss is no error once a decode node has claimed the ticket.
 
         Raises:
             HandoffRefusedError: The ticket is lost. This counts as a failed attempt.

@@ -320,7 +320,10 @@ class GatewayLiveRoutes:
 
     @Route("GET", "/live/stream", Access.READ, content_type=EVENT_STREAM)
     async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Stream the gateway's metrics, from the last minutes on, and the state of each node."""
+        """Stream the gateway's metrics and the state of each node.
+
+        The stream begins with the metrics of the last minutes.
+        """
         return await self._gateway.live.stream(request, lambda: [("state", self._state())])
 
     def _state(self) -> bytes:

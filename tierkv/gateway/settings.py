@@ -109,8 +109,8 @@ class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         probe_interval_s: seconds between two probes of a node's /readyz.
         probe_timeout_s: seconds in which a node must answer a probe.
-        eject_s: seconds without requests after a failure. Each further failure doubles this time. A
-            probe that finds the node ready ends it at once.
+        eject_s: seconds for which a node receives no requests after a failure. Each further failure
+            doubles the time. A probe that finds the node ready ends the time at once.
         max_eject_s: largest value of the doubled time, in seconds.
         gone_after_probes: number of unanswered probes in a row after which other nodes continue the
             unfinished answers of the node.
