@@ -107,20 +107,22 @@ class Watch:
     async def ticket(self, budget: Budget, deadline_s: float) -> Ticket:
         """Wait until the ticket has been written, and return it.
 
-        Seconds in which the store is silent or slow use up the budget; seconds of waiting for the
-        prefill node do not. If the store fails, the wait ends early in two cases: at once if the
-        store's breaker is open and the store has not answered this claim before; and after SILENT_S
-        seconds of errors if the request may compute the prompt instead.
+        The wait for a silent or slow store uses up the budget; the wait for the prefill node does
+        not. If the store fails, the call may raise before the deadline: at once, if the store's
+        breaker is open and the store has not answered this claim yet. A request that may compute
+        the prompt instead also stops after SILENT_S seconds of errors, or when its budget is used
+        up.
 
         Args:
             budget: the time that the claim may still wait for storage.
-            deadline_s: seconds after which the wait ends in any case.
+            deadline_s: seconds after which the call raises in any case.
 
         Returns:
             The ticket, which is for this prompt and this model.
 
         Raises:
-            HandoffError: there will be no ticket; its reason is a HandoffProblem.
+            HandoffError: no ticket came in time, or the ticket cannot be used; the reason is a
+                HandoffProblem.
         """
         loop = asyncio.get_running_loop()
         began, pause = loop.time(), _FIRST_READ_S
@@ -152,10 +154,10 @@ class Watch:
         raise await self._missing_ticket(loop.time() - began)
 
     async def ask_producer(self) -> None:
-        """Ask the prefill node every second, until cancelled, if it gave the ticket up.
+        """Ask the prefill node every second, until cancelled, if it has given up the publish.
 
-        If so, `ticket` raises an error with the node's reason. The node cannot write this reason to
-        a store that is full.
+        If so, `ticket` raises an error with the node's reason. This is needed for a full store, to
+        which the node cannot write the reason.
         """
         while True:
             await asyncio.sleep(_ASK_EVERY_S)
@@ -231,8 +233,9 @@ class Watch:
     async def _hear(self, next_hint: Callable[[float], object], timeout_s: float) -> None:
         """Wait until the store should be read again, at most `timeout_s` seconds.
 
-        A PROGRESS message is passed to `_on_progress`, and the wait continues. Any other message
-        ends it.
+        `next_hint` waits for the next message about the ticket, up to the given seconds. Once the
+        open ticket is known, the wait continues after a PROGRESS message, and `_on_progress` is
+        called with its number of blocks. Any other message ends the wait.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
@@ -355,10 +358,11 @@ _ALWAYS_REFUSED = (HandoffProblem.INCOMPATIBLE.value, HandoffProblem.OTHER_PROMP
 
 
 class ClaimPolicy(Enum):
-    """The rule for blocks of a claimed prompt that cannot be fetched.
+    """The rule for a claim whose ticket or blocks cannot be read.
 
-    A ticket also contains the first generated tokens. A request that computes the prompt without a
-    ticket generates these tokens itself.
+    A ticket also contains the first generated tokens. A request that continues without a ticket
+    generates them itself. Whatever the rule, a ticket for another prompt or from an incompatible
+    node is refused when it is read.
     """
 
     WHOLE = "whole"  # refuse the claim, with the reason
@@ -377,8 +381,8 @@ class Claims:
         source: reads blocks from other nodes' memory instead of storage.
         portions: fetches blocks for which the host has no room.
         estimator: estimates the times of fetching and computing, for claims that may compute.
-        fetch_deadline_s: shortest time limit, in seconds, for the next blocks to arrive, counted
-            from the ticket and from each arrival of blocks.
+        fetch_deadline_s: seconds that a claim may at least wait for its next blocks, counted from
+            the ticket and from each arrival of blocks, even beyond the claim's own deadline.
         stats: counts of the node's hand-offs.
     """
 
@@ -419,8 +423,10 @@ class Claims:
         Args:
             spec: the request.
             ticket_id: id of the ticket.
-            policy: the rule for blocks that cannot be fetched.
-            deadline_s: seconds that the claim may wait for the ticket and for free blocks.
+            policy: the rule for a ticket or blocks that cannot be read.
+            deadline_s: seconds that the claim may wait for the ticket and then for free blocks, in
+                total. A request that continues without a ticket waits for free blocks without this
+                limit.
             sampling: names and values of the request's sampling parameters, which must equal those
                 of the ticket; {} to accept any.
 
@@ -508,10 +514,10 @@ class Claims:
         return has_room and not self._scheduler.num_waiting
 
     async def _bring_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
-        """Fetch `prefix` to the host before the ticket is written; return True if it all arrived.
+        """Fetch the blocks of `prefix` before the ticket is written; return True if all arrived.
 
-        If the device has room for twice the blocks of the request, load the fetched ones to it,
-        too.
+        `prefix` is the beginning of the claimed prompt. Blocks arrive on the host. If the device
+        has room for twice the blocks of the request, they are loaded to the device, too.
         """
         await near.ask(prefix)
         budget = Budget(self._fetch_deadline_s, step_s=self._fetch_deadline_s)
@@ -628,7 +634,7 @@ async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement
 
 
 def _note(fetched: Fetched, near: Supply) -> None:
-    """Add the token ranges of earlier fetches to `fetched`, and those of this fetch to `near`."""
+    """Record the tokens of this fetch in `near`, and of earlier fetches in `fetched`."""
     fetched.earlier = tuple(near.came)
     near.came.append(fetched.tokens)
     near.direct.extend(fetched.direct)
@@ -679,8 +685,8 @@ class Ahead:
 
     Args:
         prompt: the claimed prompt.
-        bring: fetches a prompt that consists of leading blocks, and returns True if all of them
-            arrived.
+        bring: fetches the blocks of its argument, the beginning of the claimed prompt, and returns
+            True if all of them arrived.
     """
 
     def __init__(self, prompt: Prompt, bring: Callable[[Prompt], Awaitable[bool]]) -> None:
@@ -719,8 +725,9 @@ def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | Non
     """Return the time budget of one claim, for its ticket and its blocks together.
 
     Args:
-        deadline_s: seconds that the claim may wait for storage.
-        step_s: seconds that are left at least after each arrival of blocks.
+        deadline_s: seconds that the claim may wait for storage; at least 0.1 are used.
+        step_s: seconds that the claim may at least wait after each arrival of blocks, even if
+            `deadline_s` is used up.
         estimator: estimates the times of fetching and computing, for a claim that may compute; None
             for a claim that needs the whole prompt.
     """
@@ -747,17 +754,18 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
         ticket_id: id of the ticket.
         prompt: the prompt that the ticket must be for.
         budget: the time that the claim may wait for a silent or slow store, from `claim_budget`.
-        deadline_s: seconds after which the wait ends in any case.
+        deadline_s: seconds after which the call raises in any case.
         estimator: measures the answering time of the store.
-        bring: fetches a prompt that consists of leading blocks, and returns True if all of them
-            arrived.
+        bring: fetches the blocks of its argument, the beginning of `prompt`, and returns True if
+            all of them arrived.
         near: the connection to the prefill node that computes the prompt.
 
     Returns:
         The ticket, and the keys of all blocks that it names.
 
     Raises:
-        HandoffError: there will be no such ticket; the reason is a HandoffProblem.
+        HandoffError: no ticket came in time, or the ticket cannot be used; the reason is a
+            HandoffProblem.
     """
     ahead = Ahead(prompt, bring)
     watch = Watch(

@@ -2,7 +2,8 @@
 
 Publishing a prompt writes its blocks to storage and then a ticket, the record that all blocks are
 stored. Decode nodes that claim the prompt may also read blocks from this node's host tier. A
-publish begins at the end of the prefill, or during it, so that little is left to do at the end.
+publish begins at the end of the prefill. A stream begins during the prefill, so that little is left
+to do at its end.
 
 prefill   | chunk | chunk | chunk | last |
 stream      open    blocks  blocks  blocks, tail, ticket
@@ -214,10 +215,12 @@ class PromptBlocks(Protocol):
         """
 
     def check_whole(self) -> None:
-        """Check that all blocks of the prompt can be stored.
+        """Check that all blocks of the prompt are computed and in this node's memory.
+
+        They stay there until the publish has ended.
 
         Raises:
-            HandoffError: some blocks cannot be stored.
+            HandoffError: a block is no longer in this node's memory.
             OwnershipError: the request has ended, or its prompt is not computed.
         """
 
@@ -338,7 +341,10 @@ class RequestBlocks:
         """Do nothing, because a request has no blocks of other cache groups."""
 
     def _cached(self, blocks: range) -> tuple[Mask, Ids]:
-        """Return which blocks have a copy on the host, bool [n], and their slots, int32 [n]."""
+        """Return which blocks have a copy on the host, bool [n], and their slots, int32 [n].
+
+        The slots of the other blocks are not valid.
+        """
         lease, index = self._request.lease, self._tiers.index
         ready, slots = np.zeros(len(blocks), np.bool_), np.zeros(len(blocks), np.int32)
         # Blocks computed since the request began have no run in the index yet; a tail has none.
@@ -514,7 +520,7 @@ class Handoff:
         return Published(ticket, len(keys), present, flushed)
 
     def _generation_of(self, blocks: PromptBlocks) -> int:
-        """Return the number of deletions of storage so far.
+        """Return how often the stored values have been deleted so far (`Deletions.generation`).
 
         Raise StoreRefusedError if `blocks` were computed before the last deletion.
         """
@@ -702,11 +708,13 @@ class PublishStream:
         self._end_at: float | None = None
 
     def advance(self, num_tokens: int, after: Sequence[Event] = ()) -> None:
-        """Record that the first `num_tokens` tokens are committed, so that `run` can store them.
+        """Record that the first `num_tokens` tokens are computed, so that `run` can store them.
 
         Args:
-            num_tokens: number of committed tokens of the prompt.
-            after: events of the kernels that wrote the newly committed tokens.
+            num_tokens: number of tokens of the prompt with KV in the blocks, or being written
+                there.
+            after: events of the kernels that write the KV of the new tokens; `run` reads the blocks
+                after these events.
         """
         prompt = self._blocks.prompt
         self._computed_blocks = min(num_tokens // prompt.block_size, prompt.num_blocks)
@@ -719,11 +727,12 @@ class PublishStream:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
     ) -> None:
-        """Record that the whole prompt is committed, so that `run` stores the rest and the ticket.
+        """Record that the whole prompt is computed, so that `run` stores the rest and the ticket.
 
         Args:
             first_tokens: ids of the generated tokens that follow the prompt.
-            after: events of the kernels that wrote the last blocks.
+            after: events of the kernels that write the last blocks; `run` reads the blocks after
+                these events.
             sampling: names and values of the sampling parameters of `first_tokens`; None to state
                 none.
         """

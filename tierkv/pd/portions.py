@@ -1,4 +1,4 @@
-"""Fetches from storage to a request's device blocks that need no room in the host tier.
+"""Fetches of blocks from storage to the device that use no slot of the host tier.
 
 Blocks are fetched in portions of up to GROUP_BLOCKS. A portion is read into staging slots, which
 are host slots reserved for this purpose, and is copied from there to the device.

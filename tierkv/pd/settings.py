@@ -33,14 +33,16 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     Attributes:
         prefix: first part of every stored name; nodes with different prefixes share nothing in a
             store.
-        block_ttl_s: seconds after its last use until the store removes a block; null for never.
+        block_ttl_s: seconds from the last use of a block until the store removes it; null for
+            never.
         ticket_ttl_s: seconds that a decode node has to claim a ticket.
         claimed_ttl_s: seconds that a claimed ticket stays in the store, so that it can be claimed
             again.
         producer_lease_s: seconds without a renewal after which a prefill node counts as dead.
         streams: true stores blocks while the prompt is still being computed.
-        direct: way in which nodes read blocks from each other's memory: auto, device, memory,
-            network or off.
+        direct: memory from which nodes read each other's blocks. device or memory (host tier):
+            between processes of one machine; network: the host tier of another machine; auto: the
+            first of these that this node can use; off: none.
         direct_host: IP address at which other machines reach this node directly; "" for this
             machine only. If set, Mooncake's transfer engine is started, which listens on every
             address without authentication.
@@ -49,7 +51,8 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         direct_lease_s: seconds that blocks stay in this node's memory for a claiming node that asks
             no further question.
         publish_deadline_s: seconds to store a prompt.
-        claim_deadline_s: seconds that a claim waits for its ticket and for free blocks.
+        claim_deadline_s: seconds that a claim waits for its ticket and then for free blocks, in
+            total.
         lookup_deadline_s: seconds that a lookup waits for the store.
     """
 

@@ -44,17 +44,17 @@ class Supply(Protocol):
         """
 
     async def failure(self) -> str:
-        """Ask the prefill node why it gave the ticket up.
+        """Ask the prefill node why it has given up the publish.
 
         A call may run at the same time as `ask`.
 
         Returns:
-            The reason; "" if the node did not give the ticket up, or does not answer.
+            The reason; "" if the node has not given up, or does not answer.
         """
 
 
 class PeerSource(Protocol):
-    """The exchange of blocks with other nodes through their memory, for both sides of a hand-off.
+    """The reading of blocks from another node's memory, for both sides of a hand-off.
 
     The prefill node offers the blocks of its prompts to nodes that claim them. The decode node has
     one connection for each claim.

@@ -354,7 +354,7 @@ class ProducerLease:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Renew the value while the body runs. The body is the time of one open ticket."""
+        """Renew the value while the body runs, in which one ticket is open."""
         self._num_held += 1
         self._wanted.set()
         if asyncio.get_running_loop().time() - self._beaten_at > self.beat_s:
@@ -368,9 +368,9 @@ class ProducerLease:
                 self._wanted.clear()
 
     async def written(self) -> None:
-        """Wait until one attempt to write the value has succeeded or failed.
+        """Wait until an attempt to write the value has ended, in success or failure.
 
-        Call this inside `held`.
+        Call this inside `held`. An attempt that ended up to `beat_s` seconds before counts, too.
         """
         await self._beaten.wait()
 
@@ -571,16 +571,17 @@ class Tickets:
 
         Args:
             ticket: the ticket or open ticket.
-            only_new: True to write only if there is none.
-            generation: the number of deletions of all stored values (`Deletions.generation`) when
-                the ticket's blocks were computed; None for the present number.
+            only_new: True to replace none.
+            generation: value of `Deletions.generation` that was read while the ticket's blocks were
+                valid; None for the present value. If the stored values have been deleted since, the
+                call raises.
 
         Returns:
             True if the ticket was written; False if `only_new` is True and there is one already.
 
         Raises:
             StoreUnavailableError: the store did not accept the ticket, or the stored values have
-                been deleted since the blocks were computed.
+                been deleted since `generation`.
         """
         name_of = self.names.ticket if isinstance(ticket, Ticket) else self.names.open_ticket
         name, ttl_s = name_of(ticket.ticket_id), self._ticket_ttl_s + EXPIRED_GRACE_S
@@ -629,7 +630,7 @@ class Tickets:
         return await self._storage.store.delete([name(ticket_id) for name in kinds]) > 0
 
     async def forget_all(self) -> int:
-        """Delete all tickets with a fingerprint of this node, also those of other nodes.
+        """Delete all tickets with a fingerprint of this node, whichever node wrote them.
 
         Returns:
             The number of deleted values: tickets, open tickets and acknowledgements.
@@ -749,13 +750,14 @@ class Tickets:
 
         Args:
             ticket: the complete ticket.
-            generation: the number of deletions of all stored values (`Deletions.generation`) when
-                the ticket's blocks were computed; None for the present number.
+            generation: value of `Deletions.generation` that was read while the ticket's blocks were
+                valid; None for the present value. If the stored values have been deleted since, the
+                call raises.
 
         Raises:
             DuplicateRequestError: the id is in use for another prompt.
             StoreUnavailableError: the store did not accept the ticket, or the stored values have
-                been deleted since the blocks were computed.
+                been deleted since `generation`.
         """
         await self._claim_name(ticket, generation)
         self.hint(ticket.ticket_id, WHOLE)
@@ -868,7 +870,7 @@ class Tickets:
         Args:
             ticket: a ticket or an open ticket.
             space: name of a space; the ticket must have the fingerprint of this space. None to
-                accept each fingerprint of this node.
+                accept any fingerprint of this node.
 
         Returns:
             The error to raise; None if the ticket can be used.
@@ -909,6 +911,8 @@ class Tickets:
 
     async def acknowledge(self, ticket: Ticket) -> None:
         """Record that the ticket was claimed, notify its producer, and shorten its lifetime.
+
+        The ticket stays in the store for at most `claimed_ttl_s` seconds, for a second claim.
 
         Raises:
             StoreUnavailableError: the store did not accept the record; the ticket stays until it
@@ -961,11 +965,11 @@ class Tickets:
 
 
 def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
-    """Check that the store accepted all values of a write.
+    """Check that the store accepted all blocks of a write.
 
     Args:
-        storage: the storage tier, which an error names.
-        outcomes: the outcome of each value.
+        storage: the storage tier, whose store an error names.
+        outcomes: the outcome of each block.
 
     Raises:
         StoreUnavailableError: the store did not accept a block.
@@ -986,11 +990,15 @@ class HandoffStats:
     """Counts of a node's hand-offs since its start.
 
     Attributes:
+        published_prompts: prompts with a ticket that this node wrote.
+        published_blocks: number of blocks of these prompts.
         early_blocks: number of `published_blocks` that were stored while their prompt was being
             computed.
         failed_publishes: publishes that ended without a ticket.
+        claimed_prompts: claims with a ticket.
         claims_without_ticket: claims that went on without a ticket, because their policy allows
             computing.
+        refused_claims: claims that ended with a HandoffError.
         shown_blocks: blocks in this node's memory for which the address was sent to a claiming
             node.
         device_blocks: blocks that this node read from other nodes' devices.
@@ -999,6 +1007,8 @@ class HandoffStats:
         network_blocks: blocks that this node read from host tiers on other machines.
         damaged_direct_blocks: blocks that had changed in the producer's memory when they were read
             from there, and were fetched from storage instead.
+        failed_direct_reads: failed reads from another node's memory, each of one or more blocks,
+            which were fetched from storage instead.
     """
 
     published_prompts: int = 0
@@ -1047,7 +1057,7 @@ class TicketStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A ticket's state and data, as read from the store. Fields that are not known are None.
 
     Attributes:
-        detail: one sentence, "" if there is nothing to add.
+        detail: one sentence that explains the state; "" if there is nothing to add.
         num_blocks: number of the prompt's blocks, the tail included.
         created_at: Unix seconds.
         expires_at: Unix seconds.
@@ -1187,9 +1197,9 @@ class TicketLedger:
 
         Args:
             ticket_id: id of the ticket.
-            release: called once, when the ticket or the ledger has ended, to release the memory
-                reserved for the ticket. Its argument is the reason why the ticket failed; "" if it
-                did not.
+            release: called once, when the ticket or the ledger has ended, with the reason why the
+                ticket failed, or "" if it did not fail. It releases the memory reserved for the
+                ticket.
         """
         self._holds.setdefault(ticket_id, []).append(release)
 

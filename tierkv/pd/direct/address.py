@@ -48,8 +48,8 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
             other's memory; "" if that is impossible.
         name: name of the Unix socket of the same server, for claimers on `machine`; "" for none.
         pid: id of the process whose host tier can be read on `machine`; 0 for none.
-        place: device and machine whose planes (device memory) can be read, see SharedPlanes; "" for
-            none.
+        place: UUID of the GPU whose planes (device memory) can be read on `machine`, or "cpu" if
+            the device is the CPU; "" for none.
         engine: the producer's name in Mooncake's transfer engine; "" if that does not run.
     """
 
@@ -105,7 +105,7 @@ class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
             on.
         was_held: True if the blocks of the last answer on this connection stayed in place until
             this answer, and the device has not failed.
-        failure: the reason why the producer gave the ticket up; "" if it did not.
+        failure: the reason why the producer has given up the publish; "" if it has not.
     """
 
     blocks: tuple[int, ...] = ()

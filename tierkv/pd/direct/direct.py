@@ -435,7 +435,10 @@ class Claimer:
                 self._hang_up()  # an answer may still be on its way
 
     async def _was_held(self, channel: Channel, address: DirectAddress) -> bool:
-        """Return True if the producer still protects the blocks of its last answer on `channel`."""
+        """Return True if the producer has protected the blocks of its last answer until now.
+
+        The question, sent on `channel`, ends the protection.
+        """
         nothing = DirectAsk(offer=address.offer, first=0, stop=0)
         try:
             async with asyncio.timeout(_ANSWER_S):
@@ -471,10 +474,10 @@ class Claimer:
             raise
 
     async def failure(self) -> str:
-        """Ask the producer why it gave the ticket up; return "" if it did not, or does not answer.
+        """Ask the producer why it has given up the publish; return "" if it has not, or is silent.
 
         The question uses a connection of its own, because a question on the connection of `ask`
-        would release blocks.
+        would end the protection of the blocks of the last answer there.
         """
         address = self._address
         if address is None:
@@ -537,9 +540,10 @@ class Direct:
         storage: the storage tier.
         slots: the host tier's memory.
         settings: the permitted paths and addresses.
-        codecs: returns the codec of stored blocks for the short form of a fingerprint; None if all
-            blocks have plain checksums. Signed or encrypted blocks are not offered, because
-            everyone who can read the store can read the secrets in tickets.
+        codecs: returns the codec that seals a fingerprint's stored blocks, for the short form of
+            the fingerprint; None if all blocks have plain checksums. Only blocks with plain
+            checksums are offered: everyone who can read the store knows the secrets in tickets, and
+            could read signed or encrypted blocks with them.
         stats: counts of the node's hand-offs.
         allocate: `Scheduler.acquire_device`, which acquires device slots for a number of blocks of
             a prompt.

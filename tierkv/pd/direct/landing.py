@@ -195,8 +195,8 @@ class Landing:
         """Return True if device memory of another process may be readable by this one.
 
         Args:
-            place: device and machine of the memory, as its owner describes them; "" if the owner
-                shares no memory.
+            place: `DirectAddress.place` of the other process: the UUID of its GPU, or "cpu"; "" if
+                it shares no device memory.
 
         Returns:
             False if `place` is "", or if an earlier attempt to open memory there has failed.

@@ -93,7 +93,9 @@ class TransferEngine:
         self._shown: list[int] = []
 
     def show(self, memory: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
-        """Let other nodes read `memory` until `close`. A repeated call does nothing.
+        """Let other nodes read and write `memory` until `close`.
+
+        A repeated call with the same memory does nothing.
 
         Raises:
             ConfigError: the engine cannot register the memory.
@@ -197,14 +199,16 @@ class _Read:
 class Offers:
     """The source of blocks for a `Fetcher`: the host tier of a producer that has them, or storage.
 
-    Only for nodes without tensor parallelism, which store each block as one value.
+    Use this only on nodes without tensor parallelism, because such nodes store each block as one
+    value.
 
     Args:
         storage: the storage tier.
         stats: counts of the node's hand-offs.
 
     Attributes:
-        reads_memory: True if the kernel may copy from other processes of this machine.
+        reads_memory: True if the kernel lets this process read the memory of other processes of
+            this machine, as far as is known.
         engine: reads from nodes on other machines; None if it does not run.
     """
 
@@ -294,8 +298,8 @@ class Offers:
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
         """Read blocks into host slots, from producers that offer them, otherwise from storage.
 
-        A block that is damaged at a producer is fetched from storage, and does not count as damaged
-        there.
+        A block that does not arrive intact from a producer is read from storage. Its outcome is
+        then that of storage.
 
         Args:
             keys: keys of the blocks.
