@@ -97,3 +97,13 @@ def test_a_block_is_as_old_as_its_first_use_also_after_its_run_was_cut_in_two() 
     above = index.match(Prompt.of([1, 2], 1)).node
     assert born == {3: 1000, 4: 1020}
     assert round(above.born / TICKS_PER_S) == 1000
+
+
+def test_of_blocks_with_one_first_token_the_one_that_shares_most_is_matched_in_part() -> None:
+    index, pool = Index(4), BlockPool("device", 4)
+    for tokens in ([1, 5, 5, 5], [1, 2, 9, 9], [1, 2, 3, 4]):
+        put(index, pool, tokens)
+    for asked, shared in (([1, 2, 3, 9], 3), ([1, 2, 3, 0], 3), ([1, 2, 8, 8], 2), ([1, 5, 5], 3)):
+        partial = index.match(Prompt.of(asked, 4)).partial
+        assert partial is not None
+        assert partial.num_tokens == shared

@@ -364,3 +364,24 @@ async def test_a_shrink_of_a_large_cache_lets_others_go_on_and_misses_nothing_me
         assert len(used) >= 4, "thousands of runs are not one turn's work"
         assert service.stats().device.capacity == 1
         await here.settle()
+
+
+async def test_runs_that_go_while_others_are_forgotten_in_slices_are_let_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifecycle, "_SLICE", 1)
+    async with world(device_blocks=64, host_blocks=64, host_write=THROUGH) as here:
+        for number in range(6):
+            await here.run(tokens(16, 100 * number))
+            await here.run([*tokens(8, 100 * number), *tokens(8, 1000)])  # cuts it in two
+        forgetting = asyncio.ensure_future(here.service.forget())
+        await turns(3)
+        assert not forgetting.done()
+        here.service.reset()
+        for number in range(6):
+            await here.run([*tokens(4, 100 * number), *tokens(8, 2000)])
+        await forgetting
+        assert here.service.verify() == []
+        here.service.reset()
+        stats = here.service.stats()
+        assert stats.device.used == stats.host.used == 0
