@@ -181,7 +181,7 @@ class GenerateRequest:
     """One request to generate tokens.
 
     Attributes:
-        request_id: the scheduler's id of the request.
+        request_id: id of the request, unique among the requests that run or wait.
         tokens: the prompt's tokens, as little-endian int32 bytes (`cache.keys.pack` makes them).
         max_tokens: largest number of tokens to generate, at least 1.
         sampling: the parameters for choosing tokens.
@@ -191,7 +191,7 @@ class GenerateRequest:
             next call has fewer tokens. The callable must not block, raise an error or keep the
             list.
         space: name of the space (the part of the index for one tenant and adapter), from
-            `Service.space_of_tenant`; "" for the service's own.
+            `Service.space_of_tenant`; "" for the space of the service's own tenant.
         answered_tokens: number of tokens at the end of the prompt that are the beginning of the
             answer. Penalties and `min_tokens` count them as tokens of the answer.
         ignores_end: True to continue after tokens that end an answer.

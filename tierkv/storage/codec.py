@@ -329,7 +329,15 @@ class PlainDigest:
 
 
 class DeferredHeader:
-    """A header whose bytes, `content`, are computed when this object is first called."""
+    """A header that is computed when this object is first called, for a value of `PlainCodec`.
+
+    Args:
+        payload: bytes of the block or tail.
+        identity: layout, key and number of tokens, for the header.
+
+    Attributes:
+        content: bytes of the header; zeros before the first call.
+    """
 
     __slots__ = ("_identity", "_is_made", "_payload", "content")
 
@@ -673,6 +681,10 @@ class SignedCodec(Codec):
 
     The stored payload is read once and not copied. Threads compute the digest, which takes 90 us
     for 256 KiB.
+
+    Args:
+        key: the tenant's key of 32 bytes.
+        payloads: the table of payload codecs.
     """
 
     flags = FLAG_SIGNED

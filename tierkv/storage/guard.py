@@ -76,8 +76,8 @@ class ResilienceSettings:
 
     Attributes:
         timeout_s: seconds that a read or an existence check may take, without the time for its
-            bytes. Set it above the store's own time limit, whose errors say more. A request waits
-            for at most cache.fetch_deadline_s.
+            bytes. Set it above the store's own time limit, whose errors say more. A request stops
+            waiting earlier, after cache.fetch_deadline_s, if that is shorter.
         slowest_bytes_per_s: lowest accepted transfer rate, in bytes per second. An operation may
             take its timeout and, in addition, the time that its bytes take at this rate.
         write_timeout_s: seconds that a batch of writes may take, without the time for its bytes.
@@ -87,8 +87,8 @@ class ResilienceSettings:
         retries_per_operation: average number of retries per read: 0.1 allows one retry in ten
             reads.
         max_reads: largest number of reads under way at the store; up to 1,024 more wait.
-        write_batches: largest number of batches of writes under way. A layered store may have as
-            many for each of its stores.
+        write_batches: largest number of batches of writes under way. For a layered store, this
+            number counts for each of its stores.
         max_waiting_write_bytes: largest number of bytes of waiting writes; beyond it, writes of the
             least valuable blocks are dropped.
         full_pause_s: seconds without writes after the store was full.

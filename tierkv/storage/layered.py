@@ -77,6 +77,11 @@ class LayeredStore(StoreWrapper):
     Only values that never change (blocks) are copied. A value counts as stored when the far store
     has it. Values that can be replaced (tickets) are in the far store only, and `get` reads only
     there. If the near store fails, reads are slower, but none fails.
+
+    Args:
+        near: the fast store, such as files of this machine.
+        far: the store with all values, such as Redis.
+        settings: times to live and sizes of the copies.
     """
 
     def __init__(self, near: Store, far: Store, settings: LayeredSettings) -> None:

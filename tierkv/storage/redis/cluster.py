@@ -68,7 +68,13 @@ class _Attempt:
 
 
 class ClusterRouter:
-    """A `Router` over the masters of a cluster. Replicas are not read."""
+    """A `Router` over the masters of a cluster. Replicas are not read.
+
+    Args:
+        url: some nodes of the cluster, and the login.
+        access: settings, login and counters, shared by all servers.
+        clock: this machine's clock.
+    """
 
     def __init__(self, url: RedisUrl, access: RedisAccess, clock: Clock) -> None:
         self._url = url
@@ -379,6 +385,11 @@ class _Member:
 
 class Topology:
     """The masters of a cluster and their hash slots, kept up to date by a task.
+
+    Args:
+        url: some nodes of the cluster, which are asked for the table of slots.
+        access: settings, login and counters, shared by all servers.
+        clock: this machine's clock.
 
     Attributes:
         table: the master of each hash slot; None for a slot without a known master.

@@ -282,7 +282,13 @@ def connection_factory(
 
 
 class Conversation:
-    """A connection to one server for commands; the first command opens it."""
+    """A connection to one server for commands; the first command opens it.
+
+    Args:
+        connection: a connection that is not connected yet.
+        url: the server, for error messages.
+        deadline_s: largest number of seconds for each call of `ask`, connecting included.
+    """
 
     def __init__(self, connection: RedisConnection, *, url: str, deadline_s: float) -> None:
         self._connection = connection
@@ -292,7 +298,7 @@ class Conversation:
     async def ask(self, commands: Sequence[Command]) -> list[ControlReply]:
         """Send commands and return the reply to each; a ResponseError for a refused command.
 
-        The call takes at most the `deadline_s` seconds of this conversation, connecting included.
+        The call takes at most `deadline_s` seconds, connecting included.
 
         Raises:
             StoreUnavailableError: the server did not answer, or cannot be used.

@@ -280,8 +280,14 @@ class RedisNode:
 
     Connections are opened when a command is first sent.
 
-    Attributes:
+    Args:
+        locator: the source of the server's address.
+        access: settings, login and counters, shared by all servers of the store.
+        clock: this machine's clock, for the expiry times in listings.
         url: the server's URL without password, for error messages.
+
+    Attributes:
+        url: the server's URL without password.
         pools: the connections for each purpose.
     """
 

@@ -305,6 +305,12 @@ class Batch:
     """One future for all requests of a call, resolved when every request has an outcome.
 
     With one future for each request, a request would take twice as much processor time.
+
+    Args:
+        num_open: number of requests.
+
+    Attributes:
+        ended: the future.
     """
 
     __slots__ = ("_num_open", "ended")
@@ -532,6 +538,14 @@ class Wire:
 
     A request is in flight from `submit` until it has its replies or the connection ends. Call the
     methods on the event loop. Only `until_room` waits.
+
+    Args:
+        pipe: the connected socket.
+        pace: the time limit of a request and its reply.
+        stats: the totals to which this connection adds.
+        turn: the bytes that may still be sent in this event loop iteration.
+        window: the limit on the bytes of values in flight, shared with other connections.
+        owner: submits requests, and retries them after a failure.
 
     Attributes:
         is_lost: True once the socket is closed.
