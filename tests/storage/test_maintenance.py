@@ -133,11 +133,11 @@ def test_who_stops_a_removal_is_told_how_far_it_was(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def stopped(
-        _: Store, prefix: str, so_far: Callable[[int], object], is_meant: object
+        _: Store, prefix: str, on_progress: Callable[[int], object], is_selected: object
     ) -> int:
-        assert callable(is_meant)
+        assert callable(is_selected)
         assert prefix == ONE
-        so_far(2)
+        on_progress(2)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(maintenance, "remove", stopped)

@@ -19,7 +19,7 @@ from tierkv.storage.codec import read_key
 from tierkv.storage.factory import StoreSettings, open_store, urls_in
 from tierkv.storage.file import FileStore
 from tierkv.storage.guard import ResilienceSettings
-from tierkv.storage.maintenance import IsMeant
+from tierkv.storage.maintenance import ValueFilter
 from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import Store, Usage, check_prefix
 from tierkv.storage.redis.store import RedisSettings
@@ -40,7 +40,7 @@ PREFIX_MEANS = (
 prefix_option = click.option("--prefix", default="tierkv", show_default=True, help=PREFIX_MEANS)
 
 
-def _expiring(_: click.Context, param: click.Parameter, seconds: float | None) -> IsMeant:
+def _expiring(_: click.Context, param: click.Parameter, seconds: float | None) -> ValueFilter:
     if seconds is None:
         return lambda _: True
     if math.isnan(seconds):
@@ -51,7 +51,7 @@ def _expiring(_: click.Context, param: click.Parameter, seconds: float | None) -
 
 within_option = click.option(
     "--expires-within",
-    "is_meant",
+    "is_selected",
     type=click.FloatRange(0, min_open=True),
     callback=_expiring,
     metavar="SECONDS",
@@ -200,7 +200,7 @@ def storage(
     help="Largest number of values to list.",
 )
 @within_option
-def ls(url: str, prefix: str, limit: int, *, is_meant: IsMeant, as_json: bool) -> None:
+def ls(url: str, prefix: str, limit: int, *, is_selected: ValueFilter, as_json: bool) -> None:
     """List values: name, size in bytes, and seconds until they expire."""
     now = time.time()
     is_all = True
@@ -208,7 +208,7 @@ def ls(url: str, prefix: str, limit: int, *, is_meant: IsMeant, as_json: bool) -
     async def collect(store: Store) -> list[dict[str, str | int | float | None]]:
         nonlocal is_all
         rows: list[dict[str, str | int | float | None]] = []
-        async for value in maintenance.values_under(store, checked(prefix), is_meant):
+        async for value in maintenance.values_under(store, checked(prefix), is_selected):
             if len(rows) == limit:
                 is_all = False
                 break
@@ -235,9 +235,9 @@ def ls(url: str, prefix: str, limit: int, *, is_meant: IsMeant, as_json: bool) -
 @prefix_option
 @json_option
 @within_option
-def du(url: str, prefix: str, *, is_meant: IsMeant, as_json: bool) -> None:
+def du(url: str, prefix: str, *, is_selected: ValueFilter, as_json: bool) -> None:
     """Print the number of values and bytes for each model and tenant, and for tickets."""
-    groups = _usage(url, prefix, is_meant)
+    groups = _usage(url, prefix, is_selected)
     if as_json:
         rows = {name: {"values": u.num_values, "bytes": u.num_bytes} for name, u in groups.items()}
         print_json({"groups": rows})
@@ -247,9 +247,9 @@ def du(url: str, prefix: str, *, is_meant: IsMeant, as_json: bool) -> None:
     hint_if_none(len(groups), prefix)
 
 
-def _usage(url: str, prefix: str, is_meant: IsMeant) -> dict[str, Usage]:
+def _usage(url: str, prefix: str, is_selected: ValueFilter) -> dict[str, Usage]:
     return with_store(
-        url, lambda store: maintenance.usage_by_group(store, checked(prefix), is_meant)
+        url, lambda store: maintenance.usage_by_group(store, checked(prefix), is_selected)
     )
 
 
@@ -331,7 +331,7 @@ def rm(
     url: str,
     prefix: str,
     *,
-    is_meant: IsMeant,
+    is_selected: ValueFilter,
     yes: bool,
     as_json: bool,
 ) -> None:
@@ -342,7 +342,7 @@ def rm(
     """
     prefix = checked(prefix)
     if not yes:
-        groups = _usage(url, prefix, is_meant).values()
+        groups = _usage(url, prefix, is_selected).values()
         count, num_bytes = sum(u.num_values for u in groups), sum(u.num_bytes for u in groups)
         if as_json:
             print_json({"removed": 0, "would_remove": count, "would_remove_bytes": num_bytes})
@@ -351,12 +351,12 @@ def rm(
         return
     removed = 0
 
-    def so_far(count: int) -> None:
+    def on_progress(count: int) -> None:
         nonlocal removed
         removed = count
 
     try:
-        with_store(url, lambda store: maintenance.remove(store, prefix, so_far, is_meant))
+        with_store(url, lambda store: maintenance.remove(store, prefix, on_progress, is_selected))
     except (KeyboardInterrupt, TierKVError):
         click.echo(f"stopped after {removed} values were removed, and perhaps some more", err=True)
         raise

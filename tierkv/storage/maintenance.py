@@ -40,11 +40,11 @@ _TAILS_TOKENS = 0
 _PARTIAL = "partial"
 _KEYED_HEADER_BYTES = {FLAG_SIGNED: HEADER_BYTES, FLAG_SEALED: SEALED_HEADER_BYTES}
 
-IsMeant = Callable[[StoredValue], bool]
+ValueFilter = Callable[[StoredValue], bool]
 
 
 async def values_under(
-    store: Store, prefix: str, is_meant: IsMeant = lambda _: True
+    store: Store, prefix: str, is_selected: ValueFilter = lambda _: True
 ) -> AsyncIterator[StoredValue]:
     """Yield each value whose name starts with `prefix`.
 
@@ -53,32 +53,32 @@ async def values_under(
     Args:
         store: the store to list.
         prefix: start of the names, as in `Store.list`.
-        is_meant: returns True for the values to yield.
+        is_selected: returns True for the values to yield.
 
     Raises:
         StoreUnavailableError: the store does not answer.
     """
-    async for page in _pages_under(store, prefix, is_meant):
+    async for page in _pages_under(store, prefix, is_selected):
         for value in page:
             yield value
 
 
 async def _pages_under(
-    store: Store, prefix: str, is_meant: IsMeant
+    store: Store, prefix: str, is_selected: ValueFilter
 ) -> AsyncIterator[Sequence[StoredValue]]:
-    """Yield pages of the values that `is_meant` accepts; they may be removed between two pages."""
+    """Yield pages of the values that `is_selected` accepts. A caller may remove them in between."""
     cursor: str | None = None
     while True:
         page = await store.list(prefix, limit=_PAGE, cursor=cursor)
-        if meant := [value for value in page.values if is_meant(value)]:
-            yield meant
+        if selected := [value for value in page.values if is_selected(value)]:
+            yield selected
         cursor = page.cursor
         if cursor is None:
             return
 
 
 async def usage_by_group(
-    store: Store, prefix: str, is_meant: IsMeant = lambda _: True
+    store: Store, prefix: str, is_selected: ValueFilter = lambda _: True
 ) -> dict[str, Usage]:
     """Count values and bytes by the first two fields of names.
 
@@ -88,7 +88,7 @@ async def usage_by_group(
     Args:
         store: the store to list.
         prefix: start of the names, as in `Store.list`.
-        is_meant: returns True for the values to count.
+        is_selected: returns True for the values to count.
 
     Returns:
         The number and the bytes of values for each pair of fields; the fields are joined by a
@@ -98,10 +98,10 @@ async def usage_by_group(
         StoreUnavailableError: the store does not answer.
     """
     groups: dict[str, Usage] = {}
-    async for value in values_under(store, prefix, is_meant):
+    async for value in values_under(store, prefix, is_selected):
         group = ":".join(value.name.split(":", 2)[:2])
-        so_far = groups.get(group, Usage(0, 0))
-        groups[group] = Usage(so_far.num_values + 1, so_far.num_bytes + value.num_bytes)
+        total = groups.get(group, Usage(0, 0))
+        groups[group] = Usage(total.num_values + 1, total.num_bytes + value.num_bytes)
     return groups
 
 
@@ -283,30 +283,30 @@ def _check_without_key(content: bytearray, says: ValueIdentity, flags: int) -> N
 async def remove(
     store: Store,
     prefix: str,
-    so_far: Callable[[int], object] = lambda _: None,
-    is_meant: IsMeant = lambda _: True,
+    on_progress: Callable[[int], object] = lambda _: None,
+    is_selected: ValueFilter = lambda _: True,
 ) -> int:
-    """Delete the values under `prefix` that `is_meant` accepts, and return their number.
+    """Delete the values under `prefix` that `is_selected` accepts, and return their number.
 
     Args:
         store: the store to delete from.
         prefix: start of the names, as in `Store.list`.
-        so_far: called with the number of removed values after each batch.
-        is_meant: returns True for the values to delete.
+        on_progress: called with the number of removed values after each batch.
+        is_selected: returns True for the values to delete.
 
     Raises:
         StoreUnavailableError: the store does not answer.
     """
     removed = 0
-    async for page in _pages_under(store, prefix, is_meant):
+    async for page in _pages_under(store, prefix, is_selected):
         for part in _parts([value.name for value in page]):
             removed += await store.delete(part)
-            so_far(removed)
+            on_progress(removed)
     return removed
 
 
-async def remove_all(store: Store, prefix: str, is_meant: IsMeant = lambda _: True) -> int:
-    """Delete the values under `prefix` that `is_meant` accepts, until a listing finds none.
+async def remove_all(store: Store, prefix: str, is_selected: ValueFilter = lambda _: True) -> int:
+    """Delete the values under `prefix` that `is_selected` accepts, until a listing finds none.
 
     The listing is repeated because a slow server may carry out a write after the writer has
     disconnected. There are at most _MAX_PASSES listings, so values that are written all the time
@@ -315,7 +315,7 @@ async def remove_all(store: Store, prefix: str, is_meant: IsMeant = lambda _: Tr
     Args:
         store: the store to delete from.
         prefix: start of the names, as in `Store.list`.
-        is_meant: returns True for the values to delete.
+        is_selected: returns True for the values to delete.
 
     Returns:
         The number of removed values.
@@ -325,7 +325,7 @@ async def remove_all(store: Store, prefix: str, is_meant: IsMeant = lambda _: Tr
     """
     removed = 0
     for _ in range(_MAX_PASSES):
-        count = await remove(store, prefix, is_meant=is_meant)
+        count = await remove(store, prefix, is_selected=is_selected)
         removed += count
         if not count:
             break
