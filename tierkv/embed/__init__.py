@@ -1,4 +1,4 @@
-"""tierkv inside an engine's process: the service in a thread, ranks in other processes."""
+"""tierkv inside an engine's process: `Embedded` and `EngineCache`, and the types they use."""
 
 from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind
 from tierkv.embed.embedded import Embedded

@@ -160,7 +160,8 @@ class Embedded:
         allocated for it.
 
         Args:
-            request_id: id of the request.
+            request_id: the engine's name of the request. The call is refused with
+                DuplicateRequestError while another request has this name.
             tokens: the prompt.
             max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
             uses_cache: False to compute every token and cache none.
@@ -209,15 +210,17 @@ class Embedded:
         reason.
 
         Args:
-            request_id: id of the request.
+            request_id: the engine's name of the request. The call is refused with
+                DuplicateRequestError while another request has this name.
             ticket_id: id under which the other node publishes the prompt.
             tokens: the prompt.
             max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
             policy: WHOLE: all tokens of the prompt must arrive. RECOMPUTE: `cached_tokens` may be
                 fewer, and the engine computes the rest.
             deadline_s: seconds to wait for the ticket; None for the service's setting.
-            sampling: this engine's sampling settings, a text by name. A ticket that was published
-                with other settings is refused as incompatible, and the error names the difference.
+            sampling: names and values of this engine's sampling settings. A ticket that was
+                published with other settings is refused as incompatible, and the error names the
+                difference.
 
         Returns:
             A call with the request's blocks and the ticket.
@@ -241,10 +244,10 @@ class Embedded:
         return self._thread.run("claim", work, request_id=request_id)
 
     def commit(self, request_id: str, tokens: Tokens, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Record that the request's blocks have the KV of `tokens`, or will have it after `after`.
+        """Record that the KV of `tokens` is in the request's blocks, or will be after the events.
 
-        The call is refused with TransferError if the load of an earlier cached token failed, which
-        can happen with Until.ADMITTED: then call `recover`.
+        The call is refused with TransferError if cached tokens were admitted but their load failed,
+        which can happen with Until.ADMITTED: then call `recover`.
 
         Args:
             request_id: id of the request.
@@ -267,7 +270,8 @@ class Embedded:
 
         Args:
             request_id: id of a running request.
-            num_tokens: number of tokens beyond the committed ones.
+            num_tokens: number of tokens after the committed ones that the blocks must have room
+                for. Before the prompt is committed, it is the number of tokens after the prompt.
 
         Raises:
             BadRequestError: `num_tokens` is not an integer of 0 or more.
@@ -304,7 +308,7 @@ class Embedded:
         return self._in_turn("recover", request_id, work)
 
     def preempt(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Release the request's blocks until `resume`.
+        """Release the request's device blocks; `resume` allocates new ones.
 
         Committed tokens stay cached if there is room.
 
@@ -359,11 +363,11 @@ class Embedded:
 
         Args:
             request_id: id of the request.
-            ticket_id: id of the ticket.
+            ticket_id: id that the other node passes to `claim`.
             first_tokens: the tokens that follow the prompt.
             after: events of the kernels that wrote the blocks.
-            sampling: the sampling settings that chose `first_tokens`, a text by name. A claimer
-                must pass the same texts.
+            sampling: names and values of the sampling settings that chose `first_tokens`. A claimer
+                must pass the same ones.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -432,9 +436,9 @@ class Embedded:
         return self.run("stats", work)
 
     def verify(self) -> Call[list[str]]:
-        """Recount slots, leases and tasks.
+        """Check the service's invariants, such as its counts of slots, leases and tasks.
 
-        The call's result has a sentence for each error found.
+        The call's result has a sentence for each invariant that does not hold.
         """
 
         async def work(service: Service) -> list[str]:
@@ -519,7 +523,7 @@ def check_count(**values: int) -> None:
     """Check that named arguments are integers of 0 or more.
 
     Raises:
-        BadRequestError: an argument is not; the error names it.
+        BadRequestError: an argument is not an integer of 0 or more; the error names it.
     """
     check_integer(**values)
     for name, value in values.items():
@@ -542,11 +546,11 @@ def check_choice(kind: type[Enum], **values: Enum) -> None:
     """Check that named arguments are members of an enum.
 
     Args:
-        kind: the enum.
+        kind: the enum class.
         values: arguments by name.
 
     Raises:
-        BadRequestError: an argument is not a member; the error names it.
+        BadRequestError: an argument is not a member of the enum; the error names it.
     """
     for name, value in values.items():
         if not isinstance(value, kind):

@@ -1,9 +1,9 @@
 """Host and Storage tiers for an engine that has its own device blocks and block tables.
 
-The cache never assumes that a block is still on the device.
+The engine may reuse a device block as soon as no running plan copies it (`EngineCache.fence`).
 
     engine's thread                     service's thread              engine's thread, in each rank
-    lookup(key)  call again, Found <--  fetches blocks from storage,
+    lookup(key)  None, or Found  <----  fetches blocks from storage,
                                         leases them on the host
     load(key, blocks)  Plan  ------------ in the engine's own step ->  start_loads(plan, after)
     save(key, blocks)  Plan  ------------ in the engine's own step ->  start_saves(plan, after)
@@ -87,9 +87,9 @@ class Found:
             without a ticket.
         problem: the error that prevented more tokens from being found; None without an error.
         blocks: for each cache group, the numbers of the prompt's blocks to load. Block n has the
-            tokens from n * block_size on, with the group's own block size.
-        num_there: number of the prompt's leading tokens on the host. Tokens that the engine has in
-            device blocks count, too.
+            tokens from n * block_size on, with the cache group's own block size.
+        num_there: number of the prompt's leading tokens on the host, including those that the
+            engine has in device blocks, too.
         storage_tokens: number of found tokens that this lookup fetched from storage (the last
             ones). Always 0 with a `NodeHost`.
     """
@@ -107,12 +107,13 @@ class Polled:
     """The copies and publishes that have ended since the last poll.
 
     Attributes:
-        loaded: (key, failed) for each request whose load has ended. After success, failed is ().
-            After a failure, failed has for each cache group the numbers of the load's blocks, none
-            of which may be used.
+        loaded: (key, failed) for each request whose load has ended. If the load succeeded, failed
+            is (). Otherwise failed has, for each cache group, the numbers of all prompt blocks of
+            the load; the device blocks for them may hold any bytes.
         saved: keys of requests whose last running save has ended: their device blocks may be
             reused.
-        stored: (key, n) for each save that has succeeded: lookups find its n blocks from now on.
+        stored: (key, n) for each save that has succeeded: lookups find its n blocks, of all cache
+            groups together, from now on.
         published: (key, result) for each publish that has ended: the ticket, or the error that
             prevented it.
     """
@@ -365,11 +366,12 @@ class EngineCache:
         """Build the cache; `open` starts it.
 
         Args:
-            fingerprint: identity of the engine's blocks; engines with equal fingerprints share
-                stored blocks.
-            groups: cache groups of the engine's layers, in the engine's order. The fingerprint must
-                have the layout of the first group of full attention, and every prompt that group's
-                block size.
+            fingerprint: identity of the engine's blocks, with the layout of the main cache group:
+                the first one of full attention, or the first one if there is none. Engines with
+                equal fingerprints share stored blocks.
+            groups: cache groups of the engine's layers, in the engine's order. A layout stands for
+                a cache group of full attention. Prompts must have the main cache group's block
+                size.
             host_bytes: bytes of the host tier.
             cache: rules of the tiers. Its sizes are ignored: `host_bytes` decides on the host tier,
                 and there is no device tier.
@@ -377,7 +379,7 @@ class EngineCache:
                 in this process. With a node, `host_bytes`, `cache`, `store`, `handoff`, `kv_events`
                 and `name` are ignored.
             store: returns the store, or None for no storage tier; called on the service's thread.
-            planes: device blocks of a rank in this process, whose reports `poll` then collects;
+            planes: device blocks of a rank in this process; `poll` collects the rank's reports.
                 None if all ranks are in other processes.
             ranks: socket over which ranks in other processes get the host memory; None without such
                 ranks.
@@ -389,8 +391,9 @@ class EngineCache:
             name: name of this node.
 
         Raises:
-            ConfigError: the groups are not those of the fingerprint, there is no room for two
-                blocks of each group, or the ranks' layouts together are not the groups' layout.
+            ConfigError: the fingerprint's layout is not that of the main cache group, there is no
+                room for two blocks of each cache group, the ranks' layouts together are not a cache
+                group's layout, or `planes`, `ranks` and `node` cannot be combined.
         """
         self.groups = as_groups(groups)
         self._main = main_group(self.groups)
@@ -625,7 +628,9 @@ class EngineCache:
             return None
 
     def wait_for_lookup(self, key: str, timeout_s: float) -> None:
-        """Block until a lookup has an answer. For an engine that has nothing else to do.
+        """Block until the request's lookup has an answer.
+
+        An engine that has nothing else to do calls this.
 
         Args:
             key: key of the request, as given to `lookup`.
@@ -711,11 +716,11 @@ class EngineCache:
 
         Args:
             key: key of the request.
-            block_ids: for each cache group, the device block for each of the prompt's blocks from
-                `first_blocks` on; NO_BLOCK for a block that is not to be loaded. `Found.blocks`
-                lists the blocks that can be loaded.
-            first_blocks: for each cache group, the number of the prompt's block that its first
-                entry stands for; () for 0 in all groups.
+            block_ids: for each cache group, a list of device blocks for consecutive blocks of the
+                prompt; NO_BLOCK for a block that is not to be loaded. `Found.blocks` lists the
+                blocks that can be loaded.
+            first_blocks: for each cache group, the number of the prompt's block that the first
+                entry of its list in `block_ids` is for; () if all lists begin with block 0.
 
         Returns:
             The plan, for the ranks; None if the found blocks are no longer protected, or there is
@@ -772,10 +777,10 @@ class EngineCache:
         Args:
             key: key of the request.
             prompt: the tokens of the blocks.
-            block_ids: for each cache group, the device block for each of the prompt's blocks from
-                `first_blocks` on; NO_BLOCK where there is none.
-            first_blocks: for each cache group, the number of the prompt's block that its first
-                entry stands for; () for 0 in all groups.
+            block_ids: for each cache group, a list of device blocks for consecutive blocks of the
+                prompt; NO_BLOCK where there is none.
+            first_blocks: for each cache group, the number of the prompt's block that the first
+                entry of its list in `block_ids` is for; () if all lists begin with block 0.
             ticket: id under which the prompt is published to other engines; None to publish
                 nothing. Other engines can fetch saved blocks while the rest is computed. The save
                 that reaches the prompt's end in the first cache group of full attention ends the
@@ -783,7 +788,7 @@ class EngineCache:
             first_tokens: first output tokens; only the save that reaches the prompt's end needs
                 them.
             external_ids: for each entry of `block_ids`, the engine's name of the block; events
-                about the block carry the name.
+                about the block carry the name. () for no names.
 
         Returns:
             The plan, for the ranks; None if there is nothing to copy.
@@ -891,7 +896,8 @@ class EngineCache:
         these saves have failed.
 
         Args:
-            plans: one or more plans of `save` that were not joined before and that no rank has.
+            plans: one or more plans that `save` returned; none of them was joined before or sent to
+                a rank.
         """
         if len(plans) == 1:
             return plans[0]
@@ -978,8 +984,8 @@ class EngineCache:
 
         Args:
             block_ids: device blocks to check.
-            group: number of the cache group of the blocks; None if all groups share one pool of
-                blocks.
+            group: number of the cache group of the blocks; None if all cache groups share one pool
+                of blocks.
         """
         if self._touched is None:
             self._touched = [set() for _ in self.groups]
@@ -1063,7 +1069,7 @@ class EngineCache:
     def wait(self, timeout_s: float) -> bool:
         """Block until a call to the service has been answered, or for `timeout_s` seconds.
 
-        For an engine that has nothing else to do. Call `poll` first: answers that it has not
+        An engine that has nothing else to do calls this, after `poll`: answers that `poll` has not
         collected end the wait at once.
 
         Returns:
@@ -1109,9 +1115,9 @@ class EngineCache:
     def reset(self) -> Call[int]:
         """Remove from the host all blocks that no request uses.
 
-        Stored values stay in storage. Blocks of running saves are dropped. A request that has
-        looked up or saved before the reset saves nothing more until the engine releases it, and its
-        ticket is not published.
+        Values in the store remain. Blocks of running saves are dropped. A request that has looked
+        up or saved before the reset saves nothing more until the engine releases it, and its ticket
+        is not published.
 
         Returns:
             A call whose result is the number of blocks left on the host.
@@ -1221,7 +1227,7 @@ class EngineCache:
         self._save_over(step)
 
     def _not_saved(self, step: _Step) -> None:
-        """Put a failed save's host slots back into the reserve, and mark its blocks as unsaved."""
+        """Free a failed save's host slots for later saves, and mark its blocks as unsaved."""
         saved = step.known.saved
         for part in step.parts:
             self._reserve[part.group].extend(part.slots)
@@ -1311,8 +1317,8 @@ def _slices_of(
 ) -> Sequence[Layout]:
     """Return the ranks' layouts if storage has a separate value for each rank's part of a block.
 
-    The result is () if one stored value has the whole block: the ranks' parts are side by side in
-    it, or each rank has all of it.
+    The result is () if one stored value has the whole block: the parts of all ranks side by side,
+    or the one block that every rank has.
     """
     if len(shards) < 2 or whole.digest in (shards[0].digest, side_by_side(shards).digest):  # noqa: PLR2004 - one rank has all
         return ()

@@ -520,7 +520,10 @@ class EngineListener:
                 come = await self._hello()
 
     async def _hello(self) -> tuple[socket.socket, EngineHello] | None:
-        """Return the next connection and its hello; None if it was refused or is not an engine."""
+        """Return the next connection and its hello, the engine's first record.
+
+        The result is None if no connection could be accepted, or the node refused the hello.
+        """
         try:
             end, _ = await asyncio.get_running_loop().sock_accept(self._listener)
         except OSError as error:  # such as too many open files

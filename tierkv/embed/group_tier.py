@@ -61,8 +61,8 @@ class GroupLookup:
         lost: keys of blocks that storage has listed but did not return.
         problem: reason why nothing more is looked up in storage; None while storage is used.
         held: blocks that the lookup protects from eviction.
-        round: number of calls of `release`. A fetch that began before the last of them protects no
-            blocks for this lookup.
+        round: number of times that `GroupTier.release` was called with this lookup. A fetch that
+            began before the last call protects no blocks for this lookup.
     """
 
     prompt: Prompt
@@ -101,14 +101,15 @@ class _Asked(Enum):
 
 
 class _Valid:
-    """A sequence with the number of usable tokens of each block, computed when it is read.
+    """A sequence with the number of usable tokens of each block of a prompt.
 
-    For a sliding window or a state only the last positions are read.
+    An item is computed when it is read. For a sliding window or a state only the last positions are
+    read.
 
     Args:
         tier: the cache group's tier.
-        lookup: the lookup.
-        limit: number of the prompt's tokens to consider.
+        lookup: the prompt's lookup in this cache group.
+        limit: number of the prompt's leading tokens to consider.
         unknown: treatment of a block that was not looked up in storage.
     """
 
@@ -137,10 +138,10 @@ class GroupTier:
     """The host slots and stored blocks of one cache group.
 
     Args:
-        service: the service that stores and publishes the group's blocks.
+        service: the service that stores the cache group's blocks and publishes events about them.
         number: number of the cache group.
-        group: layout of the group's blocks, and the rule of which blocks a prompt needs.
-        memory: the group's host slots, and the reader and writer of its stored blocks.
+        group: layout of the cache group's blocks, and the rule of which blocks a prompt needs.
+        memory: the cache group's host slots, and the reader and writer of its stored blocks.
     """
 
     def __init__(
@@ -197,8 +198,8 @@ class GroupTier:
         `CacheGroup.longest` computes from it how many leading tokens of the prompt are usable.
 
         Args:
-            lookup: the lookup.
-            limit: number of the prompt's tokens to consider.
+            lookup: the prompt's lookup in this cache group.
+            limit: number of the prompt's leading tokens to consider.
         """
         return _Valid(self, lookup, limit, _Asked.HOST_ALONE)
 
@@ -206,7 +207,7 @@ class GroupTier:
         """Return the host block that shares most leading tokens with the prompt's block `at`.
 
         Args:
-            lookup: the lookup.
+            lookup: the prompt's lookup in this cache group.
             at: number of the block in the prompt.
 
         Returns:
@@ -225,10 +226,10 @@ class GroupTier:
         """Return how many leading tokens of the prompt are usable from host and storage.
 
         Blocks that were not looked up in storage yet count as present (`to_ask` lists them). If the
-        usable part may end within a block, a partial block is looked up in storage here.
+        usable part may end within a block, this method looks up a partial block in storage.
 
         Args:
-            lookup: the lookup.
+            lookup: the prompt's lookup in this cache group.
             limit: largest result, in tokens.
         """
         size = self.group.block_size
@@ -242,9 +243,10 @@ class GroupTier:
         """Return the blocks to look up in storage to find out if `limit` tokens are usable.
 
         Args:
-            lookup: the lookup so far.
+            lookup: the prompt's lookup in this cache group so far.
             limit: number of leading tokens of the prompt.
-            max_asked: largest number of blocks to return, unless the tokens need more.
+            max_asked: largest number of blocks to return. If a prompt of `limit` tokens needs more
+                blocks than this, their number is the limit instead.
 
         Returns:
             Numbers of the prompt's blocks: for full attention, the first blocks that were not
@@ -265,7 +267,7 @@ class GroupTier:
         """Return those of `positions` at which the host does not have the whole block.
 
         Args:
-            lookup: the lookup.
+            lookup: the prompt's lookup in this cache group.
             positions: numbers of blocks in the prompt.
         """
         return [at for at in positions if self.here(lookup, at)[1] < lookup.keys[at].num_tokens]
@@ -276,9 +278,9 @@ class GroupTier:
         """Record in `lookup` which blocks storage has.
 
         Args:
-            lookup: the lookup.
+            lookup: the prompt's lookup in this cache group.
             missing: numbers of the prompt's blocks that were looked up.
-            there: for each of them, True if storage has the block.
+            there: for each of these blocks, True if storage has it.
         """
         for at, is_there in zip(missing, there, strict=True):
             if is_there:
@@ -348,7 +350,7 @@ class GroupTier:
         All blocks that these tokens need are protected from eviction until `release`.
 
         Args:
-            lookup: the lookup.
+            lookup: the prompt's lookup in this cache group.
             num_tokens: number of leading tokens of the prompt.
 
         Returns:
@@ -448,8 +450,9 @@ class GroupTier:
             slots: host slot of each block.
 
         Returns:
-            The number of these blocks, and the slots of those that the host had already: the caller
-                frees these slots.
+            The number of blocks in `positions`, all of which lookups find now; and those of `slots`
+                that are not needed, because the host had their blocks already: the caller frees
+                these slots.
         """
         lookup, unused = self.begin_lookup(prompt), []
         pairs = list(zip(positions, slots, strict=True))

@@ -15,8 +15,8 @@ class HostNames:
     because the service stores and evicts blocks at any time.
 
     Args:
-        group: number of the cache group. It must be the indexed one, because only that group's
-            blocks of a prompt have no gaps on the host.
+        group: number of the cache group whose blocks are in the index. Other cache groups cannot be
+            used: their blocks of a prompt may have gaps on the host.
     """
 
     wants_tokens = False

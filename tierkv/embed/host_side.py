@@ -154,8 +154,8 @@ class HostSizes:
                 part; () otherwise. A host slot has the parts side by side.
 
         Raises:
-            ConfigError: the groups are not those of the fingerprint, or there is no room for two
-                blocks of each.
+            ConfigError: the fingerprint's layout is not that of the main cache group, or there is
+                no room for two blocks of each cache group.
         """
         number = main_group(groups)
         main = groups[number]
@@ -184,12 +184,12 @@ class HostSizes:
         Args:
             fingerprint: the engine's fingerprint.
             groups: the engine's cache groups.
-            num_blocks: number of blocks of the main cache group; each other group gets room for as
-                many tokens.
+            num_blocks: number of blocks of the main cache group; each other cache group gets room
+                for as many tokens.
 
         Raises:
-            ConfigError: the groups are not those of the fingerprint, or there is no room for two
-                blocks of each.
+            ConfigError: the fingerprint's layout is not that of the main cache group, or there is
+                no room for two blocks of each cache group.
         """
         size = groups[main_group(groups)].block_size
         of_block = sum(-(-one.layout.block_bytes * size // one.block_size) for one in groups)
@@ -214,11 +214,12 @@ class HostSizes:
     def max_reserved(self, settings: EngineCacheSettings, num_engines: int = 1) -> list[int]:
         """Return, by cache group, how many free slots are kept ready for one engine's saves.
 
-        All engines together may have at most a quarter of the slots, but each at least one.
+        The number is `settings.save_blocks`, but no more than the engine's share of a quarter of
+        the slots, and at least 1.
 
         Args:
-            settings: the limit of one engine.
-            num_engines: number of engines that share the host tier.
+            settings: limits of the host tier; `save_blocks` is read.
+            num_engines: number of engines that share the quarter equally.
         """
         most, parts = settings.save_blocks, 4 * num_engines
         return [max(min(most, count // parts), 1) for count in self.num_slots]
@@ -367,7 +368,7 @@ class _Bringing:
         promise: the promise to fill; None once it is filled, or once the request no longer waits
             for it.
         is_timed: True if the fetches of all cache groups are timed together here; False if there is
-            only one group, whose fetch times itself.
+            only one cache group, whose fetch is timed elsewhere.
         here: number of the prompt's leading tokens that the host had before the fetch.
         is_try: True if the blocks are fetched only to measure the speed of storage.
         is_late: True if the request no longer waits while its blocks are still fetched.
@@ -567,10 +568,11 @@ class HostSide:
     async def _plan(
         self, prompt: Prompt, lookups: dict[int, GroupLookup], bound: int, num_promised: int = 0
     ) -> _Planned:
-        """Return the longest beginning of `prompt`, up to `bound` tokens, that every group has.
+        """Return the longest beginning of `prompt` that all cache groups have.
 
-        A block counts if it is on the host or in storage. Storage is not asked for the first
-        `num_promised` indexed blocks, which a ticket lists as stored.
+        The result has at most `bound` tokens. A block counts if it is on the host or in storage.
+        Storage is not asked for the first `num_promised` indexed blocks, which a ticket lists as
+        stored.
         """
         if self._main is None:
             await self._ask(lookups, self._first_asked(lookups, bound))
@@ -638,7 +640,7 @@ class HostSide:
             tier.note_answer(lookup, some, there)
 
     async def _longest(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return how many leading tokens, up to `bound`, all groups outside the index have.
+        """Return how many leading tokens, up to `bound`, all cache groups outside the index have.
 
         Tokens on the host and in storage count. Storage is asked for all these cache groups at
         once, in batches that grow.
@@ -661,7 +663,10 @@ class HostSide:
             most *= _MORE_ASKED
 
     def _longest_here(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return how many leading tokens the host has in all groups of `lookups`, up to `bound`."""
+        """Return how many leading tokens the host has in every cache group of `lookups`.
+
+        The result is at most `bound`.
+        """
         valid = [
             (self._groups[number], self._tiers[number].valid(lookup, bound))
             for number, lookup in lookups.items()
@@ -673,9 +678,9 @@ class HostSide:
     ) -> str | None:
         """Fetch missing blocks of all cache groups, if this seems to be faster than computing.
 
-        Return the error that prevented some of them, or None. The wait ends with the budget. If the
-        request may compute then, the fetch continues in the background, to measure the speed of
-        storage.
+        Return the error that prevented some of them, or None. The wait ends with the budget.
+        Afterwards the fetch continues in the background, to measure the speed of storage, if the
+        request may compute the missing tokens; otherwise it is cancelled.
         """
         service, budget, promise = self._service, bringing.budget, bringing.promise
         assert promise is not None, "its request waits"
@@ -730,8 +735,8 @@ class HostSide:
     ) -> None:
         """Fetch missing blocks, measure the speed of storage, and set `answered`.
 
-        `answered` gets the error that prevented some blocks, or None. If the request may compute,
-        the fetch ends at `cache.fetch_deadline_s`.
+        `answered` gets the error that prevented some blocks, or None. The fetch ends after
+        `cache.fetch_deadline_s` seconds, unless the request must not compute missing tokens.
         """
         service, time = self._service, asyncio.get_running_loop().time
         tier, began_at = service.estimator.tier, time()
@@ -1094,7 +1099,7 @@ class HostSide:
         """Record the engine's names of those blocks of `prompt` that the index has on the host.
 
         Args:
-            prompt: the prompt of the blocks.
+            prompt: the prompt whose blocks are named.
             names: the engine's name of each block, from the first on; None for a block without a
                 name.
         """
@@ -1160,9 +1165,9 @@ class HostSide:
         finds the prompt, is written after `finish` was called with the same number.
 
         Args:
-            number: number of this publish.
+            number: the engine's number of this publish, which `finish` and `fail` name.
             prompt: the prompt that another engine will claim.
-            ticket_id: id of the ticket.
+            ticket_id: id by which the other engine asks for the ticket.
 
         Returns:
             The published ticket.
@@ -1190,7 +1195,7 @@ class HostSide:
         """Let a publish write its ticket. Called after the last save of the publish's prompt.
 
         Args:
-            number: number of the publish.
+            number: the number that `publish` was called with.
             first_tokens: tokens that follow the prompt, for the ticket.
         """
         if number in self._publishes:
@@ -1201,8 +1206,8 @@ class HostSide:
         """End a publish without a ticket, because the rest of its prompt will not be saved.
 
         Args:
-            number: number of the publish.
-            reason: the reason, for the error of the publish.
+            number: the number that `publish` was called with.
+            reason: the sentence for the error that `publish` then raises.
         """
         if number in self._publishes:
             stream, _ = self._publishes[number]

@@ -3,8 +3,8 @@
 Engines with a host tier of their own (vLLM's offloading, SGLang's HiCache) need one thing of
 tierkv: calls that copy pages between that memory and a store, and never block. The store, with
 deadlines, retries and a circuit breaker, runs on the event loop of a thread; each call returns a
-`concurrent.futures.Future`. Values have the header and the checksum of every stored block
-(docs/storage-format.md): a loaded page equals the stored page, or counts as missing.
+`concurrent.futures.Future`. Each stored page has a header and a checksum (docs/storage-format.md):
+a loaded page equals the stored page, or counts as missing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class PageStorage:
 
     Args:
         url: URL of the store.
-        settings: settings of the store.
+        settings: settings of each kind of store, such as time limits; None for the defaults.
         ttl_s: seconds that a stored page is kept after its last use; None for as long as the store
             keeps it.
         deadline_s: seconds after which a page counts as not stored if the store has not answered
@@ -170,7 +170,7 @@ class PageStorage:
 
         Raises:
             ConfigError: `identity` names no model.
-            LayoutError: a part does not have that shape.
+            LayoutError: a part is not an array of that shape and type.
             ShuttingDownError: the storage is not open.
         """
         pool = PagePool(self, identity, parts)
