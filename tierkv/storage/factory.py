@@ -156,7 +156,6 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
 
 
 def _installed_kind(scheme: str) -> StoreKind[Any] | None:
-    """Return the kind of store that an installed package provides for `scheme`; None for none."""
     from importlib.metadata import entry_points  # noqa: PLC0415 - 2 MiB that few nodes need
 
     entry = next(iter(entry_points(group=ENTRY_POINTS, name=scheme)), None)

@@ -218,7 +218,6 @@ def _values(
 
 
 def _leads_to_values(path: tuple[str, ...]) -> bool:
-    """Return True if the directory `path` can have values below it."""
     return _ABOVE_VALUES.fullmatch("/".join(path)) is not None
 
 

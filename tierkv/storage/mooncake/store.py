@@ -464,7 +464,6 @@ def _check_master_answers(address: tuple[str, int], timeout_s: float) -> None:
 def _batches(
     items: Sequence[Item], num_pieces: Sequence[int], max_pieces: int
 ) -> list[Sequence[Item]]:
-    """Divide items into batches, each for one call of the client."""
     batches: list[Sequence[Item]] = []
     first = count = 0
     for at, pieces in enumerate(num_pieces):
