@@ -39,10 +39,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """A worker's first message.
 
     Attributes:
-        rank: number of its rank.
-        num_blocks: number of its device blocks.
-        layout_digest: digest of its blocks' layout.
-        pid: its process id.
+        rank: number of the worker's rank.
+        num_blocks: number of device blocks of the worker.
+        layout_digest: digest of the layout of these blocks, or of the layouts of all KV cache
+            groups.
+        pid: id of the worker's process.
     """
 
     rank: int
@@ -365,7 +366,7 @@ def greeted(end: socket.socket, timeout_s: float) -> tuple[Link, Hello]:
 
     Raises:
         LinkClosedError: the other process belongs to another user, or has ended.
-        StoreCorruptError: the first message is not a hello.
+        StoreCorruptError: no message came in time, or the first message is not a hello.
     """
     link = Link(end)
     try:

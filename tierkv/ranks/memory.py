@@ -173,7 +173,7 @@ class EnginePlanes:
 
     Args:
         layout: the planes of a block.
-        arrays: for each plane, uint8 [num_blocks, block_bytes], C order, writeable.
+        arrays: for each plane, uint8 [num_blocks, the plane's block_bytes], C order, writeable.
 
     Raises:
         LayoutError: the arrays do not fit the layout.
@@ -202,8 +202,8 @@ class EngineCpuDevice(CpuDevice):
     """The CPU as a device, for an engine in this process that has allocated its KV arrays itself.
 
     Args:
-        arrays: for each plane, the engine's array, uint8 [num_blocks, block_bytes], C order,
-            writeable.
+        arrays: for each plane, the engine's array, uint8 [num_blocks, the plane's block_bytes], C
+            order, writeable.
     """
 
     def __init__(self, arrays: Sequence[Bytes2D]) -> None:
@@ -247,8 +247,9 @@ class SlotPieces:
 class SharedCpuDevice(CpuDevice):
     """The CPU as a device, with host slots that other processes can map.
 
-    If `shards` are given, storage has one value for each rank's slice of a block. The name of the
-    value is made from the whole block, so that nodes with another number of ranks find it.
+    If `shards` are given, storage has one value for each rank's slice of a block. The value's name
+    contains the key of the whole block, so that nodes with the same fingerprint and another number
+    of ranks can find it.
 
     Args:
         shards: layout of each rank's slice of a block, in the order of the slices in a slot; () if

@@ -107,11 +107,11 @@ class RankedDevice:
         return ", ".join(device.status for device in self.devices)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return the first device's context for computing, in which all ranks compute."""
+        """Return the first device's context for computing; kernels of all ranks may run in it."""
         return self.devices[0].computing()
 
     def findings(self) -> list[str]:
-        """Return one sentence for each rank with a copy that has not finished within `late_s`."""
+        """Return one sentence for each rank that has not finished a copy in `late_s` seconds."""
         return self._pending.findings()
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> RankedPlanes:
@@ -296,7 +296,7 @@ class _PendingCopies:
             ]
 
     def _silent_s(self, rank: int, oldest: _PendingCopy, now: float) -> float:
-        """Return the seconds since the rank finished a copy, but at most since `oldest` began."""
+        """Return the seconds since the rank finished a copy or `oldest` began, the shorter time."""
         return now - max(self._finished_at[rank], oldest.begun)
 
 

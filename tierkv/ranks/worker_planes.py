@@ -400,8 +400,9 @@ class WorkerPlanes:
 class RankSocket:
     """The socket over which ranks in other processes receive their bytes of the host slots.
 
-    `EngineCache(ranks=...)` uses it. A rank that is lost cannot connect again, because copies of
-    its old process could overlap with those of a new one.
+    `EngineCache(ranks=...)` uses it. A rank is lost if its connection has ended, for any reason, or
+    did not come in time. A lost rank cannot connect again, because copies of its old process could
+    overlap with those of a new one.
 
     Args:
         path: path of the Unix socket, open to processes of this user alone; its directory should be
@@ -414,7 +415,8 @@ class RankSocket:
         connect_deadline_s: seconds after which a rank that has not connected is lost.
 
     Attributes:
-        lost: for the number of each lost rank, the reason; any thread may read it.
+        lost: the reason why a rank is lost, by the rank's number, for each lost rank; any thread
+            may read it.
         num_ranks: number of ranks.
     """
 
@@ -480,7 +482,7 @@ class RankSocket:
 
     @property
     def failure(self) -> str | None:
-        """The reason why a rank is lost; None if no rank is lost."""
+        """The reason why one of the lost ranks is lost; None if no rank is lost."""
         return next(iter(self.lost.values())) if self.lost else None
 
     def open(
@@ -523,7 +525,11 @@ class RankSocket:
         return reports
 
     def wait_until_lost(self, timeout_s: float) -> None:
-        """Block until every rank has closed or is lost, for at most `timeout_s` seconds."""
+        """Block until all ranks have closed their connections or are lost.
+
+        Args:
+            timeout_s: seconds after which the call returns in any case.
+        """
         if self._thread is not None:
             self._all_lost.wait(timeout_s)
 

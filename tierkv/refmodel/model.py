@@ -214,7 +214,7 @@ CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The positions [start, end) that one call computes, start < end, and the tiles with them.
+    """The positions [start, end) that one call computes, start < end, and the tiles that hold them.
 
     A tile is TILE consecutive positions, the first of which is a multiple of TILE.
     """
@@ -232,9 +232,9 @@ class Span:
 
     @property
     def live(self) -> slice:
-        """The range of the span's rows, counted from the first row of its first tile.
+        """The rows of the positions [start, end), counted from the first row of the first tile.
 
-        All other rows of its tiles are padding.
+        All other rows of the tiles are padding.
         """
         lead = self.start % TILE
         return slice(lead, lead + self.end - self.start)
@@ -246,7 +246,7 @@ class Span:
 
     @property
     def context_rows(self) -> int:
-        """The number of key rows to read: the end of the last tile, rounded up to chunks."""
+        """The number of key rows to read, a multiple of CHUNK that includes the last tile."""
         return -(-self.padded_end // CHUNK) * CHUNK
 
     def stacks(self, height: int) -> Iterator[slice]:
@@ -436,9 +436,8 @@ class RankHeads:
     Attributes:
         layout: layout of the rank's planes.
         kv_heads: range of the KV heads whose keys and values the rank has.
-        rows: range of the query rows that the rank computes for each such KV head. A tile has group
-            * TILE query rows for each KV head, where group is the number of query heads for each KV
-            head.
+        rows: range of query rows of each of these KV heads that the rank computes, within a tile. A
+            KV head has TILE rows per tile for each query head that uses it.
     """
 
     layout: Layout
@@ -490,7 +489,7 @@ _HOST_STACK_TILES = 64  # limits temporary memory: 64 tiles need 1 MiB for gate 
 class ReferenceModel:
     """A transformer that stores K and V only in the planes that are passed to each call.
 
-    The model has no state of a sequence. Thread-safe.
+    The model keeps nothing of a sequence between calls. Thread-safe.
 
     Args:
         config: sizes of the model.
@@ -656,7 +655,7 @@ class ReferenceModel:
         return rows
 
     def _mix(self, hidden: Floats, attended: Floats, weights: LayerWeights, span: Span) -> None:
-        """Add the projected attention to `hidden`, then the feed-forward layer of the sum."""
+        """Add the projected attention to `hidden`, then the feed-forward of the normed sum."""
         xp, ffn = self._xp, self.config.ffn
         for stack in span.stacks(self._stack_tiles):
             hidden[stack] += multiply(attended[stack], weights.out, xp)
@@ -756,7 +755,7 @@ def used_blocks(
 class Rope:
     """The cosines and sines of RoPE for every position, in memory of `xp` (NumPy or CuPy).
 
-    They are computed once, in float64 on the host, so that they do not depend on a call.
+    All calls use the same bits, computed once in float64 on the host and rounded to float32.
 
     Args:
         config: sizes of the model.

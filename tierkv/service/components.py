@@ -368,13 +368,13 @@ class Components:
 
 
 def check(made_of: ServiceConfig) -> RankedDevice | None:
-    """Check that the layout's block size and the device's ranks fit the settings.
+    """Check that the layout has the block size of the settings, and the device their ranks.
 
     Returns:
-        The device if it has several ranks, otherwise None.
+        The device if it is a `RankedDevice`, otherwise None.
 
     Raises:
-        ConfigError: they do not fit.
+        ConfigError: block size or number of ranks differ.
     """
     settings = made_of.settings
     if made_of.fingerprint.layout.block_size != settings.block_size:

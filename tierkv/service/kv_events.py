@@ -52,7 +52,7 @@ class EventForm(Enum):
 
 
 class EventsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of cache events for routers, over ZeroMQ (extra `events`).
+    """Settings of cache events for routers, over ZeroMQ; they need the package extra `events`.
 
     Every process that reaches an address may read, so an address that is not loopback needs
     node.allow_insecure_bind.
@@ -234,7 +234,10 @@ class KvEventPublisher:
                 self._send(publisher, [self._encoded(event)])
 
     def _encoded(self, event: CacheEvent) -> dict[str, Any]:
-        """Return the fields of `event` in vLLM's order, more if there are several cache groups."""
+        """Return the fields of `event` in vLLM's order.
+
+        If the cache has several cache groups, further fields describe the event's group.
+        """
         groups = self._events.groups
         group = groups[event.group] if groups else None
         is_plain = group is None or (len(groups) == 1 and group.kind.name == "FULL")
@@ -360,7 +363,10 @@ def _bind(zmq: Any, socket: Any, name: str, address: str) -> None:  # noqa: ANN4
 
 
 def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
-    """Yield events of full blocks in batches of one event, or of at most _MAX_BLOCKS blocks."""
+    """Yield the events of full blocks, without those of tails, in batches.
+
+    A batch has at most _MAX_BLOCKS blocks, or a single event with more.
+    """
     batch: list[CacheEvent] = []
     num_blocks = 0
     for event in events:

@@ -59,9 +59,9 @@ class Publishing:
 
     Attributes:
         task: the task that publishes; its result is the outcome.
-        stream: the stream that publishes the prompt while it is computed. None if the prompt was
-            computed before the publish, or after the stream's `finish` or `fail` was called; `task`
-            may still run then.
+        stream: the stream of a publish that began before the prompt was computed. None for any
+            other publish, and once the stream's `finish` or `fail` was called, after which `task`
+            may still run.
         refused: the error with which `give_up` has cancelled the task; None if it was not called.
     """
 
@@ -342,9 +342,9 @@ class Service:
 
         Args:
             store: the store, or its URL.
-            tenant: a name from `open_fingerprint`, or the short form of the service's own
-                fingerprint, to store only its blocks there. "" for all tenants without a store of
-                their own, and for all tickets.
+            tenant: the space whose blocks are kept in this store: a name from `open_fingerprint`,
+                or the short form of the service's own fingerprint. "" for the common store, which
+                has all tickets, and the blocks of all spaces without a store of their own.
 
         Raises:
             ConfigError: the URL names no store, or this service cannot open stores by URL.
@@ -354,12 +354,11 @@ class Service:
     def detach_storage(self, *, tenant: str = "") -> bool:
         """Stop using the store of `tenant`; return True if there was one.
 
-        Operations that have begun are completed on the store, or fail. Requests that wait for a
-        failed one then compute.
+        Operations that have begun on the store end or fail. A request that waits for a failed
+        operation computes instead.
 
         Args:
-            tenant: the name that was passed to `attach_storage`; "" for the store of all other
-                tenants.
+            tenant: the name that was passed to `attach_storage`; "" for the common store.
         """
         return self._storage_tier.detach(tenant)
 
@@ -463,7 +462,7 @@ class Service:
         return None if fingerprint is None else fingerprint.tenant
 
     def roots(self) -> dict[str, bytes]:
-        """Return, by space, the digest that stands for the previous key in the key of block 0."""
+        """Return the root of each open space, by the name of the space."""
         return {space: one.root() for space, one in self._fingerprints.items()}
 
     # Pins, sizes, sleep
@@ -573,7 +572,7 @@ class Service:
 
     @property
     def deletions(self) -> Deletions:
-        """The counter of deletions of everything that this service has stored."""
+        """The number and the state of this service's deletions of all its stored values."""
         return self._storage_tier.deletions
 
     @property
@@ -688,7 +687,14 @@ class Service:
         return fetched
 
     def abort(self, request_id: str) -> bool:
-        """Abort a request with this id; return True if there was one."""
+        """Abort the waiting, running or preempted request with this id.
+
+        A running request continues until its next `commit` or `extend`, which raises
+        RequestAbortedError. Its blocks are released when the caller ends it.
+
+        Returns:
+            True if there was such a request.
+        """
         return self._arrivals.abort(request_id) or self.scheduler.abort(request_id)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:

@@ -299,10 +299,16 @@ class Session:
     async def loaded_or_recovered(self, timeout_s: float) -> None:
         """Wait until the KV of every cached token is on the device; call `recover` if a load fails.
 
+        A load that has not ended after `timeout_s` seconds counts as failed.
+
+        Args:
+            timeout_s: seconds to wait for the loads, and again for those of `recover`.
+
         Raises:
             HandoffError: a load failed, and the claim's policy does not allow computing (reason
                 load_failed).
             DeviceFailedError: the device has failed.
+            TierKVError: any error of `recover`.
         """
         try:
             await self.loaded(timeout_s)
@@ -324,16 +330,20 @@ class Session:
             raise HandoffError(HandoffProblem.LOAD_FAILED.value, text) from error
 
     async def recover(self, problem: str, *, timeout_s: float, after: Sequence[Event] = ()) -> None:
-        """Replace the request's device blocks after a failed load, and reuse those that are intact.
+        """After a failed load, give the request new device blocks, and reuse the intact ones.
 
         Afterwards, `failed_blocks` names the blocks that the engine has to compute. Tokens that
         were not committed are lost. A publish that runs while the prompt is computed fails; it may
-        be started again. If this method raises, the request has ended.
+        be started again.
 
         Args:
             problem: the reason why the load failed.
             timeout_s: seconds to wait for the new loads.
             after: events of kernels that may still use the old blocks.
+
+        Raises:
+            OwnershipError: the session has no blocks, is preempted, or is ending.
+            TierKVError: any error of `admit` or `loaded`; the request has ended.
         """
         request = self.running()
         size = self.spec.prompt.block_size
