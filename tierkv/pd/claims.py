@@ -381,8 +381,8 @@ class Claims:
         source: reads blocks from other nodes' memory instead of storage.
         portions: fetches blocks for which the host has no room.
         estimator: estimates the times of fetching and computing, for claims that may compute.
-        fetch_deadline_s: seconds that a claim may at least wait for its next blocks, counted from
-            the ticket and from each arrival of blocks, even beyond the claim's own deadline.
+        fetch_deadline_s: after the ticket and after each arrival of blocks, the deadline for
+            storage is extended, if necessary, so that this many seconds are left.
         stats: counts of the node's hand-offs.
     """
 
@@ -726,8 +726,8 @@ def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | Non
 
     Args:
         deadline_s: seconds that the claim may wait for storage; at least 0.1 are used.
-        step_s: seconds that the claim may at least wait after each arrival of blocks, even if
-            `deadline_s` is used up.
+        step_s: after each arrival of blocks, `deadline_s` is extended, if necessary, so that this
+            many seconds are left.
         estimator: estimates the times of fetching and computing, for a claim that may compute; None
             for a claim that needs the whole prompt.
     """

@@ -83,7 +83,9 @@ class Checkpoint:
         return _shared(self, Path(shared)) if shared else self.read()
 
     def read(self) -> Weights:
-        """Read the weights into this process, as float32, with RMSNorm's gains in the matrices.
+        """Read the weights into this process's memory, as float32.
+
+        RMSNorm's gains are multiplied into the matrices.
 
         Raises:
             ConfigError: a tensor is missing, has an unknown type or another size, or there is no

@@ -155,7 +155,8 @@ class ReferenceSpec:
         config: the sizes of the built-in model, and the type of KV.
         settings: the settings of the engine.
         cache: the settings of the cache; only block size and tensor parallelism are read.
-        path: a Llama-shaped model to serve instead of the built-in one; "" for none.
+        path: GGUF file or directory of a Llama-shaped model to serve instead of the built-in one;
+            "" for none.
 
     Raises:
         ConfigError: there is no model at `path`, or it is not supported.

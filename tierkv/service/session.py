@@ -216,8 +216,8 @@ class Session:
         Args:
             ticket_id: id of the ticket.
             policy: how much of the prompt the engine may compute if it cannot be fetched.
-            deadline_s: seconds to wait for the ticket and for free blocks; None for the setting
-                `claim_deadline_s`.
+            deadline_s: seconds to wait for the ticket and then for free blocks, in total; None for
+                the setting `claim_deadline_s`.
             sampling: names and values of the engine's sampling parameters. A ticket with other ones
                 is refused; None to accept any.
 

@@ -101,7 +101,7 @@ class DirectServer:
 
         Args:
             tiers: the tiers of this node.
-            slices: the layout of stored blocks.
+            slices: the stored values that make up a block, for the headers in answers.
             slots: the host tier's memory.
             where: IP address and TCP port; port 0 for a free one.
             machine: identity of this machine, from `this_machine`.
