@@ -62,9 +62,9 @@ from tierkv.storage.redis.resp import (
 )
 from tierkv.storage.redis.wire import (
     Address,
-    Turn,
+    InFlightLimit,
+    SendBudget,
     Unanswered,
-    Window,
     WireRequest,
 )
 from tierkv.threads import aside
@@ -298,22 +298,29 @@ class RedisNode:
         self._access = access
         self._clock = clock
         self._is_far = False  # the last count took long
-        questions, long_values = Turn(), settings.write_connections * WRITING_BYTES
+        questions, long_values = SendBudget(), settings.write_connections * WRITING_BYTES
 
-        def pool(count: int, turn: Turn, local_bytes: int, remote_bytes: int) -> ConnectionPool:
-            window = Window(local_bytes=local_bytes, remote_bytes=remote_bytes)
+        def pool(
+            count: int, send_budget: SendBudget, local_bytes: int, remote_bytes: int
+        ) -> ConnectionPool:
+            in_flight_limit = InFlightLimit(local_bytes=local_bytes, remote_bytes=remote_bytes)
             return ConnectionPool(
-                locator, access, turn=turn, window=window, num_connections=count, url=url
+                locator,
+                access,
+                send_budget=send_budget,
+                in_flight_limit=in_flight_limit,
+                num_connections=count,
+                url=url,
             )
 
         self.pools = {
             Purpose.READ: pool(
                 settings.num_connections, questions, READING_BYTES, READING_REMOTE_BYTES
             ),
-            # Writes have their own turn, so they never delay questions. To another machine, each
-            # connection may have a long value in flight.
+            # Writes have their own `SendBudget`, so they never delay questions. To another machine,
+            # each connection may have a long value in flight.
             Purpose.WRITE: pool(
-                settings.write_connections, access.turn, WRITING_BYTES, long_values
+                settings.write_connections, access.send_budget, WRITING_BYTES, long_values
             ),
             Purpose.QUESTION: pool(1, questions, READING_BYTES, READING_REMOTE_BYTES),
         }

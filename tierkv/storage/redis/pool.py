@@ -17,11 +17,11 @@ from tierkv.storage.redis.url import RedisSettings, TlsFiles
 from tierkv.storage.redis.wire import (
     Address,
     Batch,
+    InFlightLimit,
     Outcome,
+    SendBudget,
     TransferTimeout,
-    Turn,
     Unanswered,
-    Window,
     Wire,
     WireRequest,
     WireStats,
@@ -32,8 +32,8 @@ from tierkv.tasks import background, outlast
 # Largest number of retries of a request whose connection the peer closed: the other connections may
 # be closed, too, and the next attempts find that out.
 _MAX_RETRIES = 3
-# Limits on the bytes in flight to or from one server, see Window. For reads from this machine two
-# values of 512 KiB fit into the processor's cache: GET is up to 1.5 times as fast as with 3 MiB.
+# Values of InFlightLimit for one server. For reads from this machine two values of 512 KiB fit into
+# the processor's cache: GET is up to 1.5 times as fast as with 3 MiB.
 # For writes the limit is two long values: with one the server is idle between its reply and the
 # next value, with three the unread bytes leave the cache. Both values are sent on one connection,
 # because the server reads several connections in turn: SET of 512 KiB is then 1.07 to 1.4 times as
@@ -102,7 +102,8 @@ class RedisAccess:
         tls: the TLS settings of this package's own connections; None for plain connections.
         stats: totals of connections and bytes.
         pace: the time limit of a request and its reply.
-        turn: the bytes that all connections for writes may still send in this event loop iteration.
+        send_budget: the bytes that all connections for writes may still send in this event loop
+            iteration.
     """
 
     settings: RedisSettings
@@ -111,7 +112,7 @@ class RedisAccess:
     tls: SSLContext | None
     stats: WireStats
     pace: TransferTimeout
-    turn: Turn = field(default_factory=Turn)
+    send_budget: SendBudget = field(default_factory=SendBudget)
 
 
 class ConnectionPool:
@@ -128,8 +129,8 @@ class ConnectionPool:
         locator: Locator,
         access: RedisAccess,
         *,
-        turn: Turn,
-        window: Window,
+        send_budget: SendBudget,
+        in_flight_limit: InFlightLimit,
         num_connections: int,
         url: str,
     ) -> None:
@@ -138,21 +139,21 @@ class ConnectionPool:
         Args:
             locator: the source of the server's address.
             access: login and limits of connections.
-            turn: the bytes that may still be sent in this event loop iteration, shared with other
-                pools.
-            window: the limit on the bytes of values in flight.
+            send_budget: the bytes that may still be sent in this event loop iteration, shared with
+                other pools.
+            in_flight_limit: the limit on the bytes of values in flight.
             num_connections: number of connections.
             url: the server's URL without password, for error messages.
         """
         self._locator = locator
         self._access = access
-        self._turn = turn
+        self._send_budget = send_budget
         self.num_connections = num_connections
         self._max_retries = min(num_connections, _MAX_RETRIES)
         self._url = url
         self._waiting: deque[WireRequest] = deque()
         self._idle: deque[asyncio.Future[None]] = deque()  # one per task without a request
-        self._window = window
+        self._in_flight_limit = in_flight_limit
         self._is_open = False
         self._wires: list[Wire] = []
 
@@ -279,13 +280,13 @@ class ConnectionPool:
     def _may_begin(self, wire: Wire) -> bool:
         """Return True if the next queued request may be submitted to `wire` now."""
         # The comment at READING_BYTES says why a busy connection may get a second long write.
-        if not (self._waiting and wire.is_ready and wire.has_room and self._turn.left > 0):
+        if not (self._waiting and wire.is_ready and wire.has_room and self._send_budget.left > 0):
             return False
-        return wire.is_idle or (self._window.is_local and self._waiting[0].is_long_write)
+        return wire.is_idle or (self._in_flight_limit.is_local and self._waiting[0].is_long_write)
 
     def _pop(self) -> WireRequest | None:
-        """Pop the oldest request that still waits; None if none does or the window is full."""
-        while self._waiting and self._window.has_room:
+        """Pop the oldest request that still waits; None if none does or the limit is reached."""
+        while self._waiting and self._in_flight_limit.has_room:
             request = self._waiting.popleft()
             if request.outcome is None:
                 return request
@@ -293,7 +294,7 @@ class ConnectionPool:
 
     def _wake_one(self) -> None:
         """Wake one idle task if a request may be sent; that task wakes the next one."""
-        while self._idle and self._waiting and self._window.has_room:
+        while self._idle and self._waiting and self._in_flight_limit.has_room:
             idle = self._idle.popleft()
             if not idle.done():  # else its task is being cancelled
                 idle.set_result(None)
@@ -319,8 +320,8 @@ class ConnectionPool:
             pipe,
             access.pace,
             access.stats,
-            turn=self._turn,
-            window=self._window,
+            send_budget=self._send_budget,
+            in_flight_limit=self._in_flight_limit,
             owner=self,
         )
         self._wires = [one for one in self._wires if not one.is_lost] + [wire]

@@ -274,9 +274,9 @@ def _set(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
-# Largest number of bytes that all connections of a store send in one turn of the loop: 1 MiB takes
-# 0.3 ms. Without this limit SET of 512 KiB over 8 connections blocks the loop for 5.2 ms (p99).
-_TURN_BYTES = 1 << 20
+# Largest number of bytes that all connections of a store send in one event loop iteration: 1 MiB
+# takes 0.3 ms. Without this limit SET of 512 KiB over 8 connections blocks the loop for 5.2 ms.
+_SEND_ITERATION_BYTES = 1 << 20
 
 
 _MIN_VALUES = 2
@@ -412,7 +412,7 @@ class TransferTimeout:
         return self.timeout_s + num_bytes / self.slowest_bytes_per_s
 
 
-class Window:
+class InFlightLimit:
     """A limit on the bytes of values that are in flight to or from one server.
 
     All connections that read share one object, and all connections that write share another. Two
@@ -461,7 +461,7 @@ class WireStats:
     received_bytes: int = 0
 
 
-class Turn:
+class SendBudget:
     """The number of bytes that several connections may still send in this event loop iteration.
 
     The limit keeps sending from blocking the event loop.
@@ -471,32 +471,32 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        self.left = _TURN_BYTES
+        self.left = _SEND_ITERATION_BYTES
         self._waiting: list[Callable[[], None]] = []
 
     def spend(self, num_bytes: int) -> None:
-        if self.left == _TURN_BYTES:
-            asyncio.get_running_loop().call_soon(self._begin)
+        if self.left == _SEND_ITERATION_BYTES:
+            asyncio.get_running_loop().call_soon(self._refill)
         self.left -= num_bytes
 
-    def when_next(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` once, in the next event loop iteration, when bytes may be sent again."""
-        self._waiting.append(go_on)
+    def on_refill(self, resume: Callable[[], None]) -> None:
+        """Call `resume` once, in the next event loop iteration, when bytes may be sent again."""
+        self._waiting.append(resume)
 
-    def _begin(self) -> None:
-        self.left = _TURN_BYTES
+    def _refill(self) -> None:
+        self.left = _SEND_ITERATION_BYTES
         waiting, self._waiting = self._waiting, []
-        for go_on in waiting:
-            go_on()
+        for resume in waiting:
+            resume()
 
 
 # Largest number of bytes read in one callback, so that the loop's other work can run. With 256 KiB,
 # GET of 2 MiB takes an eighth more processor time.
-_READ_TURN_BYTES = 1 << 20
+_READ_ITERATION_BYTES = 1 << 20
 # Number of bytes that a shorter read counts for: many short values take long, too.
 _MIN_READ_BYTES = 128 << 10
 # Largest number of bytes sent in one call: a value of 2 MiB is sent at once. In pieces of 512 KiB,
-# one per turn, client and server take an eighth more processor time.
+# one per iteration, client and server take an eighth more processor time.
 _CALL_BYTES = (2 << 20) + (64 << 10)
 _HEADS_BYTES = 64 << 10
 _MAX_IN_FLIGHT = 64
@@ -543,8 +543,8 @@ class Wire:
         pipe: the connected socket.
         pace: the time limit of a request and its reply.
         stats: the totals to which this connection adds.
-        turn: the bytes that may still be sent in this event loop iteration.
-        window: the limit on the bytes of values in flight, shared with other connections.
+        send_budget: the bytes that may still be sent in this event loop iteration.
+        in_flight_limit: the limit on the bytes of values in flight, shared with other connections.
         owner: submits requests, and retries them after a failure.
 
     Attributes:
@@ -559,15 +559,15 @@ class Wire:
         pace: TransferTimeout,
         stats: WireStats,
         *,
-        turn: Turn,
-        window: Window,
+        send_budget: SendBudget,
+        in_flight_limit: InFlightLimit,
         owner: Owner,
     ) -> None:
         self._pipe = pipe
         self._pace = pace
         self._stats = stats
-        self._turn = turn
-        self._window = window
+        self._send_budget = send_budget
+        self._in_flight_limit = in_flight_limit
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._replies = Replies()
@@ -588,7 +588,7 @@ class Wire:
         self._reads_on: asyncio.Handle | None = None
         self._loop.add_reader(pipe.fd, self._read)
         stats.connections += 1
-        window.is_local = pipe.is_local
+        in_flight_limit.is_local = pipe.is_local
 
     def submit(self, request: WireRequest, *, since: float) -> None:
         """Queue `request` behind the requests submitted before. Call `send` to start sending.
@@ -608,7 +608,7 @@ class Wire:
         allowed_s = self._pace.deadline_s(self._in_flight_bytes)
         due = max(since + allowed_s, self._loop.time() + allowed_s / 2)
         self._in_flight.append(_InFlight(request, allowed_s, due))
-        self._window.began(request.bulk_bytes)
+        self._in_flight_limit.began(request.bulk_bytes)
         for _ in range(request.num_replies - 1):
             self._replies.expect()
         if request.into is None and not request.num_bytes:
@@ -659,7 +659,7 @@ class Wire:
         self._to_send.clear()
         requests = [waiting.request for waiting in self._in_flight]
         for waiting in self._in_flight:
-            self._window.ended(waiting.request.bulk_bytes)
+            self._in_flight_limit.ended(waiting.request.bulk_bytes)
         self._in_flight.clear()
         self._room.set()
         self._owner.requeue(requests, failure)
@@ -678,7 +678,7 @@ class Wire:
             self._fill()
 
     def _read_some(self) -> None:
-        left = _READ_TURN_BYTES
+        left = _READ_ITERATION_BYTES
         while not self.is_lost and left > 0:
             try:
                 num_bytes = self._pipe.read(self._replies.targets(left))
@@ -738,7 +738,7 @@ class Wire:
             return []
         self._in_flight.popleft()
         self._in_flight_bytes -= waiting.request.num_bytes
-        self._window.ended(waiting.request.bulk_bytes)
+        self._in_flight_limit.ended(waiting.request.bulk_bytes)
         waiting.request.settle(waiting.replies)
         last = replies[wanted - 1]
         if isinstance(last, Refused) and last.code == "READONLY":
@@ -752,7 +752,7 @@ class Wire:
 
     def _write(self) -> None:
         is_full = False
-        while self._to_send and self._turn.left > 0:
+        while self._to_send and self._send_budget.left > 0:
             try:
                 num_bytes = self._pipe.write(self._next_pieces(_CALL_BYTES))
             except BlockingIOError:
@@ -765,7 +765,7 @@ class Wire:
                     self._lose(why_unreachable(error))
                 return
             self._stats.sent_bytes += num_bytes
-            self._turn.spend(num_bytes)
+            self._send_budget.spend(num_bytes)
             self._drop_sent(num_bytes)
         if self.is_lost:
             return
@@ -777,16 +777,16 @@ class Wire:
                 self._loop.remove_writer(self._pipe.fd)
         if self._to_send and not (is_full or self._waits_for_turn):
             self._waits_for_turn = True
-            self._turn.when_next(self._send_on)
+            self._send_budget.on_refill(self._send_on)
 
     def _next_pieces(self, max_bytes: int) -> list[memoryview]:
         """Return the pieces to send with one system call, at most `max_bytes` bytes together."""
         pieces: list[memoryview] = []
         num_bytes = 0
         for piece in self._to_send:
-            # A second long piece waits for the next call if this turn has no bytes left for it.
+            # A second long piece waits for the next call if the budget has no bytes left for it.
             is_second = num_bytes > _LONG_BYTES and len(piece) > _LONG_BYTES
-            if is_second and num_bytes + len(piece) > self._turn.left + _HEADS_BYTES:
+            if is_second and num_bytes + len(piece) > self._send_budget.left + _HEADS_BYTES:
                 break
             pieces.append(piece[: max_bytes - num_bytes])
             num_bytes += len(piece)
