@@ -277,3 +277,28 @@ async def test_a_shrink_waits_for_a_slow_store_as_long_as_that_takes_something()
         await here.service.resize(Tier.HOST, 2)
         here.the_store.delay_s = 0.0
         assert await num_stored(here) >= 14
+
+
+@simulated
+async def test_what_stays_after_a_shrink_was_cancelled_is_stored_when_it_goes() -> None:
+    async with full_host() as here:
+        here.the_store.hold_writes()
+        shrinks = asyncio.ensure_future(here.service.resize(Tier.HOST, 2))
+        await here.the_store.until_held(1)
+        shrinks.cancel()
+        await asyncio.wait([shrinks])
+        await asyncio.sleep(2 * LEAVING_PATIENCE_S)
+        await here.settle()
+        assert await num_stored(here) == 0
+        here.the_store.release()
+        here.the_store.delay_s = 0.5 * LEAVING_PATIENCE_S
+        shrinks = asyncio.ensure_future(here.service.resize(Tier.HOST, 2))
+        await asyncio.sleep(0.1)
+        shrinks.cancel()
+        await here.settle()
+        here.the_store.delay_s = 0.0
+        assert await num_stored(here) <= 4, "no more than the store had in hand"
+        left = here.service.index.spaces.root.space.used[Tier.HOST]
+        assert left == 16
+        await here.service.resize(Tier.HOST, 2)
+        assert await num_stored(here) >= 14

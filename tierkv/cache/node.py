@@ -278,16 +278,6 @@ _TABLE = {
 }
 
 
-def is_allowed(current: CopyState, change: Change) -> bool:
-    """Return whether `change` is possible for a block in state `current`.
-
-    Args:
-        current: state of the block on a tier.
-        change: the change of the state.
-    """
-    return (current, change) in _TABLE
-
-
 def advance(current: CopyState, change: Change) -> CopyState:
     """Return the state of a block on a tier after a change.
 
@@ -320,9 +310,7 @@ _ABSENT: Final = CopyState.ABSENT
 _READY: Final = CopyState.READY
 _REFUSED: Final = 255
 _AFTER: dict[Change, States] = {
-    change: np.array(
-        [advance(s, change) if is_allowed(s, change) else _REFUSED for s in CopyState], np.uint8
-    )
+    change: np.array([_TABLE.get((state, change), _REFUSED) for state in CopyState], np.uint8)
     for change in Change
 }
 
