@@ -295,7 +295,6 @@ class Watch:
         )
 
     async def _read(self) -> tuple[Ticket | None, OpenTicket | None]:
-        """Return the ticket and the open ticket, each None if it is missing."""
         whole, opened = self._tickets.read, self._tickets.read_open
         if not self._has_read:
             self._has_read = True
