@@ -378,7 +378,7 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
 
 
 def _estimates(node: Node) -> Iterator[Metric]:
-    """Yield the estimated times to compute and to fetch, and the counts of these decisions."""
+    """Yield the estimated times to compute and to fetch, and the numbers of decisions by kind."""
     estimator = node.service.estimator
     num_bytes = _ESTIMATED_TOKENS * estimator.bytes_per_token
     yield gauge(
@@ -426,7 +426,7 @@ def _engine(node: Node) -> Iterator[Metric]:
 
 
 def storage(stats: Stats) -> Iterator[Metric]:
-    """Yield the bytes moved between tiers, and the failures and damaged values of storage."""
+    """Yield metrics of bytes moved between tiers, and of failed and damaged values in storage."""
     counts = stats.storage or StorageStats()
     yield counter(
         "tierkv_transfer_bytes",

@@ -264,7 +264,7 @@ class Node:
         return self._working.call()
 
     def call(self) -> CallUnderWay:
-        """Return a context manager that counts its body as a running request, also in a shutdown.
+        """Return a context manager that counts its body as a running request, even in a shutdown.
 
         Use it for calls about requests that run already, such as an abort.
 

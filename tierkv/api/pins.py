@@ -82,14 +82,14 @@ class PinBook:
         return pin
 
     def keep_turn(self, key: Key, prompt: Prompt, ttl_s: float) -> None:
-        """Replace the soft pin on the blocks of a session's previous turn by one on its last turn.
+        """Set a soft pin on the blocks of a session's last turn, and end that of the turn before.
 
         If the tenant has `MAX_PINS` other pins, nothing is pinned, and no error is raised.
 
         Args:
             key: Tenant and id of the session.
             prompt: Prompt and answer of the turn.
-            ttl_s: Seconds until the pin ends; 0 to pin nothing.
+            ttl_s: Seconds until the pin ends; 0 to leave all pins unchanged.
         """
         try:
             if ttl_s > 0:

@@ -31,7 +31,8 @@ class Prefetch:
         prompt_tokens: Number of tokens of the prompt.
         task: The task that fetches the blocks; None if nothing is fetched.
         state: RUNNING, or the state in which the prefetch ended.
-        tokens: Positions of the prompt's tokens whose blocks were fetched.
+        tokens: Positions of the prompt's tokens whose blocks were fetched; empty while the prefetch
+            runs, and after a cancel.
         problem: Reason why no more blocks were fetched; None if there is no such reason.
     """
 

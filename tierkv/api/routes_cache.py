@@ -46,7 +46,7 @@ class LookupRoutes(Routes):
 
     @Route("POST", "/v1/explain", Access.READ, body=LookupBody, answer=Explanation)
     async def explain(self, request: web.BaseRequest) -> Explanation:
-        """Return the tier of each cached block of a prompt, and the reason of the first miss."""
+        """Return the tier of each cached block of a prompt, and the reason for the first miss."""
         async with self._node.work():
             body = await self._read_prompt(request, LookupBody)
             self._request_id(request, body.request_id)
@@ -92,7 +92,7 @@ class PrefetchRoutes(Routes):
 
     @Route("DELETE", _PREFETCH, Access.WRITE, answer=PrefetchAnswer)
     async def cancel(self, request: web.BaseRequest) -> PrefetchAnswer:
-        """Cancel a prefetch."""
+        """Cancel a prefetch if it is running; copies that have begun are completed."""
         self._node.check_started()
         return _prefetched(self._node.prefetches.cancel(self._key(request)))
 

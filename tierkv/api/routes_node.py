@@ -176,8 +176,9 @@ class _Listing:
 class Listings:
     """Listings of cached blocks that clients read in pages.
 
-    A cursor is the id of a page, and is valid only in this process. A block that is added, removed
-    or moved while a client reads a listing may be missing in it, or be listed twice.
+    The `MAX_LISTINGS` most recently read listings are kept. A cursor is the id of a page, and is
+    valid only in this process. A block that is added, removed or moved while a client reads a
+    listing may be missing in it, or be listed twice.
     """
 
     def __init__(self) -> None:
@@ -195,7 +196,8 @@ class Listings:
             limit: Largest number of blocks on the page.
 
         Raises:
-            UnknownIdError: The cursor is unknown or has expired.
+            UnknownIdError: The cursor is unknown, its listing is no longer kept, or a page after
+                the cursor's page has been read.
         """
         if cursor is None:
             name = uuid4().hex
@@ -308,7 +310,7 @@ class QuotaRoutes(Routes):
     def _known_space(self, request: web.BaseRequest) -> str:
         """Return the name of the space of the tenant in the path.
 
-        Raise if the tenant has no space.
+        Raise an UnknownIdError if the tenant has no quota and has sent no request.
         """
         space = self._node.service.tenants.known_space_of(self._tenant(request))
         if space is None:

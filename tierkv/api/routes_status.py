@@ -319,7 +319,7 @@ class NodeLiveRoutes(Routes):
         """Stream the node's metrics, and the recent requests and cached prefixes.
 
         A caller that is not an admin gets only the requests and prefixes of its own tenant. The
-        first event has the metrics of the last minutes.
+        stream begins with the metrics of the last minutes.
         """
         self._node.check_started()
         news = self._news(self._tenant_filter(request))
@@ -327,7 +327,7 @@ class NodeLiveRoutes(Routes):
 
     @Route("GET", "/live/requests/{number}/explain", Access.READ, answer=Explanation)
     async def explain(self, request: web.BaseRequest) -> Explanation:
-        """Explain which blocks of a recent request's prompt are cached, and the first miss."""
+        """Return the tier of each cached block of a recent request, and the reason for a miss."""
         async with self._node.call():
             return await explained(self._node, principal_of(request), self._past_prompt(request))
 

@@ -162,8 +162,8 @@ def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[lis
 
     Args:
         settings: The addresses.
-        asks_callers: True if every caller is authenticated. If False, the address must be one that
-            only this machine can reach, except with allow_insecure_bind.
+        asks_callers: True if every caller is authenticated. If False, and `allow_insecure_bind` is
+            not set, the TCP address must be one that other machines cannot reach.
 
     Raises:
         ConfigError: A socket cannot be opened.
@@ -202,7 +202,7 @@ async def serve(
 ) -> None:
     """Run `node` and answer requests on `listeners` until SIGTERM or SIGINT, then shut down.
 
-    The shutdown waits for running requests and publishes.
+    The shutdown waits until running requests have ended and their prompts are published.
 
     Args:
         node: The node.

@@ -180,8 +180,9 @@ class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
             null to return no log probabilities.
         request_id: Id of the request; a repeated call with the same id gets the same answer. null
             for a new id.
-        session_id: Id of the session (conversation) to which the request belongs. For some time,
-            the blocks of the session's last turn are evicted only after all other blocks.
+        session_id: Id of the session (conversation) to which the request belongs. For
+            `node.session_ttl_s` seconds, the blocks of the session's last turn are evicted only after
+            all other blocks.
         kv_hints: Hints of a request router about the KV of the prompt. A hint to fetch the prompt
             has no effect here, because the node looks for every prompt in storage anyway.
         stream: True to send tokens as server-sent events as soon as they are computed.
@@ -316,10 +317,16 @@ def job_of(
 
 
 class MatchedTokens(msgspec.Struct, frozen=True):
-    """The number of prompt tokens found on each tier; a token on several tiers is counted once.
+    """The number of cached prompt tokens by the place where they were found.
+
+    Each token counts once.
 
     Attributes:
-        direct: Number of tokens read from another node's memory instead of from storage.
+        device: Number of tokens on the device, or on the way to the device for another request.
+        host: Number of tokens on the host.
+        storage: Number of tokens fetched from storage for this request.
+        direct: Number of tokens read from another node's memory for this request, instead of from
+            storage.
     """
 
     device: int
@@ -534,7 +541,7 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
             answer: The first token.
             prefilled: The engine's result. It includes the outcome of the publish if the call
                 waited for the publish.
-            ticket_id: Id of the ticket, as given in the request.
+            ticket_id: Id of the ticket: the one in the request, or else the id of the request.
             block_size: Number of tokens per block.
         """
         published, num_tokens = prefilled.published, prefilled.generation.prompt_tokens
@@ -551,13 +558,13 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
 
 
 class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of a prompt's leading tokens that are cached on each tier.
-
-    A token that is cached on several tiers is counted once.
+    """The number of a prompt's leading tokens that are cached; each token counts once.
 
     Attributes:
         num_tokens: Number of tokens of the prompt.
-        storage_tokens: Number of tokens in storage; null if the store did not answer.
+        device_tokens: Number of leading tokens, on the device.
+        host_tokens: Number of tokens after them, on the host.
+        storage_tokens: Number of tokens after these, in storage; null if the store did not answer.
     """
 
     request_id: str
@@ -593,11 +600,12 @@ class PartHealth(msgspec.Struct, frozen=True):
 
 
 class ReadyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The health of the node.
+    """The health of a node or a gateway that accepts requests.
 
     Attributes:
         status: "ok" or "degraded".
-        parts: Health of each part of the node; only with ?verbose.
+        parts: Health of each part of the node, or of each node behind the gateway, by name; absent
+            without ?verbose.
     """
 
     status: str
@@ -677,7 +685,8 @@ class PrefetchAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         first_token: Position in the prompt of the first fetched token.
-        fetched_tokens: Number of tokens whose blocks were fetched from storage to the host.
+        fetched_tokens: Number of tokens whose blocks were fetched from storage to the host; 0 while
+            the prefetch runs, and after a cancel.
         problem: Reason why no more blocks were fetched; null if there is no such reason.
     """
 
@@ -749,12 +758,12 @@ class TicketAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         detail: The reason of the state in words; "" if there is none.
-        num_tokens, num_blocks: Number of tokens and of blocks of the prompt.
-        present_blocks: Number of the prompt's leading blocks that are in storage; null if the node
-            did not ask the store.
-        producer: The node that published the prompt.
-        claimer: The node that claimed the prompt.
-        expires_at: Time at which the ticket expires, in Unix seconds.
+        num_tokens, num_blocks: Number of tokens and of blocks of the prompt; null if not known.
+        present_blocks: Number of the prompt's leading blocks that are in storage; null unless the
+            state is "whole" or "incomplete".
+        producer: The node that published the prompt; null if not known.
+        claimer: The node that claimed the prompt; null before the claim.
+        expires_at: Time at which the ticket expires, in Unix seconds; null if not known.
     """
 
     ticket_id: str
@@ -816,6 +825,8 @@ class QuotaAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         stored_under: Prefix of the names of the tenant's stored blocks.
+        device_blocks, host_blocks: Largest number of the tenant's blocks on the tier; null for no
+            limit.
     """
 
     tenant: str
@@ -830,7 +841,8 @@ class ResizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         blocks: New capacity in blocks, at most the number for which memory was allocated at the
             start.
-        deadline_s: Seconds to wait for blocks in use, if the new capacity is smaller.
+        deadline_s: Seconds to wait for blocks in use, if the new capacity is smaller. After that,
+            the call fails and leaves the capacity unchanged.
     """
 
     tier: TierName
@@ -849,7 +861,7 @@ class LifeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResetAnswer(msgspec.Struct, frozen=True):
-    """The outcome of a reset.
+    """The outcome of a reset, or of a removal of all blocks.
 
     Attributes:
         held_copies: Number of block copies on device and host that were not removed, because
