@@ -181,8 +181,8 @@ class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
         request_id: Id of the request; a repeated call with the same id gets the same answer. null
             for a new id.
         session_id: Id of the session (conversation) to which the request belongs. For
-            `node.session_ttl_s` seconds, the blocks of the session's last turn are evicted only after
-            all other blocks.
+            `node.session_ttl_s` seconds, the blocks of the session's last turn are evicted only
+            after all other blocks.
         kv_hints: Hints of a request router about the KV of the prompt. A hint to fetch the prompt
             has no effect here, because the node looks for every prompt in storage anyway.
         stream: True to send tokens as server-sent events as soon as they are computed.
