@@ -27,11 +27,11 @@ from tierkv.storage.redis.node import (
     KeyCommand,
     Purpose,
     RedisNode,
+    check_reply,
     cut,
     expect,
     question,
     question_each,
-    understood,
 )
 from tierkv.storage.redis.pool import FixedAddress, RedisAccess, finished
 from tierkv.storage.redis.resp import Refused, Reply, pack
@@ -106,7 +106,7 @@ class ClusterRouter:
         for node, request in zip(self.nodes(), requests, strict=True):
             node.pools[Purpose.QUESTION].begin([request])
         for outcome in await finished(requests):
-            understood(outcome if isinstance(outcome, Unanswered) else outcome[0], ("PING",))
+            check_reply(outcome if isinstance(outcome, Unanswered) else outcome[0], ("PING",))
 
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose
@@ -167,7 +167,7 @@ class ClusterRouter:
             outcomes = await finished([request for _, request in requests])
         for (indexes, _), outcome in zip(requests, outcomes, strict=True):
             if isinstance(outcome, Unanswered):
-                self._topology.doubt()
+                self._topology.mark_stale()
                 raise StoreUnavailableError(outcome.reason)
             for index, reply in zip(indexes, outcome, strict=True):
                 if isinstance(reply, int):
@@ -179,7 +179,7 @@ class ClusterRouter:
             for index in again
         ]
         for index, answer in zip(again, await self.carry_out(calls, Purpose.QUESTION), strict=True):
-            answers[index] = expect(int, understood(answer, (verb,)))
+            answers[index] = expect(int, check_reply(answer, (verb,)))
         return answers
 
     def _by_master(self, names: Sequence[str]) -> dict[Address | None, list[int]]:
@@ -209,7 +209,7 @@ class ClusterRouter:
                         nodes[address] = await topology.node(address, uses)
                     node = None if address is None else nodes[address]
                     if address is None or node is None:
-                        topology.doubt()
+                        topology.mark_stale()
                         again.append(attempt)
                         continue
                     request = attempt.call.make()
@@ -222,7 +222,7 @@ class ClusterRouter:
                 outcomes = await finished([request for _, _, request in sent])
         for (attempt, address, _), outcome in zip(sent, outcomes, strict=True):
             if isinstance(outcome, Unanswered):
-                topology.doubt()
+                topology.mark_stale()
                 attempt.result = outcome
                 continue
             attempt.result = outcome[-1]
@@ -236,7 +236,7 @@ class ClusterRouter:
         elsewhere = redirection(refusal, answered_by)
         if elsewhere is None:
             if refusal.code in _TRANSIENT:
-                self._topology.doubt()
+                self._topology.mark_stale()
                 return True
             return False
         if elsewhere.is_ask:
@@ -450,9 +450,9 @@ class Topology:
             address: the node to which later commands for the slot are sent.
         """
         self.table[slot] = address
-        self.doubt()
+        self.mark_stale()
 
-    def doubt(self) -> None:
+    def mark_stale(self) -> None:
         """Have the table of slots read again soon, because it may be wrong."""
         self._stale.set()
 
@@ -462,7 +462,7 @@ class Topology:
         The wait ends after the time limit of one exchange at the latest.
         """
         self._refreshed.clear()
-        self.doubt()
+        self.mark_stale()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._access.pace.deadline_s(0)):
                 await self._refreshed.wait()

@@ -217,7 +217,7 @@ class RedisConnection(Protocol):
         """Return the next reply; raise ResponseError for an error reply."""
 
 
-class _BehavesWell:
+class _RedisPyFixes:
     """A mixin that corrects two faults of redis-py's connections.
 
     redis-py's `disconnect` waits until unsent bytes are sent, which never ends if the server is
@@ -239,13 +239,13 @@ class _BehavesWell:
             raise InvalidResponse(str(error)) from error
 
 
-class _Tcp(_BehavesWell, Connection): ...
+class _Tcp(_RedisPyFixes, Connection): ...
 
 
-class _Tls(_BehavesWell, SSLConnection): ...
+class _Tls(_RedisPyFixes, SSLConnection): ...
 
 
-class _Unix(_BehavesWell, UnixDomainSocketConnection): ...
+class _Unix(_RedisPyFixes, UnixDomainSocketConnection): ...
 
 
 def connection_factory(

@@ -356,7 +356,7 @@ class RedisNode:
         [outcome] = await self.pools[Purpose.QUESTION].ask(
             [question(*command, num_bytes=num_bytes)]
         )
-        return understood(outcome if isinstance(outcome, Unanswered) else outcome[0], command)
+        return check_reply(outcome if isinstance(outcome, Unanswered) else outcome[0], command)
 
     async def locate(self) -> Address:
         """Return the server's current address.
@@ -397,7 +397,7 @@ class RedisNode:
         [outcome] = await self.pools[Purpose.QUESTION].ask([request])
         if isinstance(outcome, Unanswered):
             raise StoreUnavailableError(outcome.reason)
-        return [expect(int, understood(reply, (verb,))) for reply in outcome]
+        return [expect(int, check_reply(reply, (verb,))) for reply in outcome]
 
     async def _count_leading(self, names: Sequence[str]) -> int:
         """Return the result of `count_leading` for names that fit into one command."""
@@ -425,7 +425,7 @@ class RedisNode:
         [outcome] = await self.pools[Purpose.QUESTION].ask([pipeline(wire, len(parts))])
         if isinstance(outcome, Unanswered):
             raise StoreUnavailableError(outcome.reason)
-        return [expect(int, understood(reply, ("EXISTS",))) for reply in outcome]
+        return [expect(int, check_reply(reply, ("EXISTS",))) for reply in outcome]
 
     async def list(
         self, address: Address, prefix: str, position: int, limit: int
@@ -514,7 +514,7 @@ def described(name: str, num_bytes: object, ttl_ms: object, *, now: float) -> li
     return [StoredValue(name, expect(int, num_bytes), expires_at)]
 
 
-def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
+def check_reply(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
     """Return `reply`, or raise the error that it stands for.
 
     Args:

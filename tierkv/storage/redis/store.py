@@ -48,6 +48,7 @@ from tierkv.storage.redis.node import (
     Purpose,
     RedisNode,
     Router,
+    check_reply,
     cut,
     described,
     expect,
@@ -56,7 +57,6 @@ from tierkv.storage.redis.node import (
     put_outcome,
     put_request,
     question,
-    understood,
 )
 from tierkv.storage.redis.pool import FixedAddress, Locator, Login, RedisAccess
 from tierkv.storage.redis.resp import Reply, TooLong
@@ -240,7 +240,7 @@ class RedisStore(BaseStore):
         check_name(name)
         call = KeyCommand(name, lambda: question("GET", name, num_bytes=max_bytes))
         [reply] = await self._carry_out([call], Purpose.QUESTION)
-        match understood(reply, ("GET", name)):
+        match check_reply(reply, ("GET", name)):
             case None:
                 return None
             case bytes(content) if len(content) <= max_bytes:
@@ -338,7 +338,7 @@ class RedisStore(BaseStore):
             for verb in ("STRLEN", "PTTL")
         ]
         replies = [
-            understood(reply, (call.name,))
+            check_reply(reply, (call.name,))
             for call, reply in zip(
                 calls, await self._carry_out(calls, Purpose.QUESTION), strict=True
             )
@@ -391,7 +391,7 @@ class RedisStore(BaseStore):
 
     def _opened(self) -> Router:
         if self._router is None:
-            understood(Unanswered(f"{self.url} is closed"), ())
+            check_reply(Unanswered(f"{self.url} is closed"), ())
         assert self._router is not None, "the line above raises"
         return self._router
 
