@@ -100,8 +100,8 @@ class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 class TierKVHiCache(HiCacheStorage):
     """Pages of SGLang's host pools in a tierkv store; `HiCacheSettings` lists the settings.
 
-    A host pool is SGLang's host memory for one kind of layer. SGLang calls from several threads of
-    its own, and a call may block its thread. If the store fails or does not answer, pages count as
+    A host pool is SGLang's host memory for one kind of layer. Several threads of SGLang call the
+    methods, and a call may block its thread. If the store fails or does not answer, pages count as
     missing and SGLang computes them; no error is raised. Each rank stores the pages of its own
     heads. Pools with the same bytes on all ranks (MLA) are stored once, by SGLang's rank 0.
 
@@ -178,10 +178,12 @@ class TierKVHiCache(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """Return the number of leading pages that the store has completely.
+        """Return how many leading pages of a prompt the store has, each with all its parts.
+
+        The pages are those of full attention. The result is 0 if the store does not answer.
 
         Args:
-            keys: SGLang's keys of a prompt's pages, in order.
+            keys: SGLang's keys of the prompt's pages, in order.
             extra_info: ignored.
         """
         names = _names(keys)
@@ -194,19 +196,19 @@ class TierKVHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the number of leading pages that can be restored from all pools together.
+        """Return how many leading pages of a prompt can be restored from all pools together.
 
         Some pools need every page of the prefix, and some only its last pages.
 
         Args:
-            keys: SGLang's keys of a prompt's pages, in order.
+            keys: SGLang's keys of the prompt's pages, in order.
             pool_transfers: the pools other than that of full attention, each with the rule of which
                 pages it needs.
             extra_info: ignored.
 
         Returns:
-            The number of pages, the number by pool, and all numbers of leading pages that can be
-                restored.
+            The largest number of pages, n, such that every pool can restore a prefix of n pages;
+                the largest n of each pool alone; and all n for which every pool can.
         """
         num_pages = self.batch_exists(keys)
         hits: dict[str, int] = {PoolName.KV: num_pages} if num_pages else {}
@@ -270,7 +272,7 @@ class TierKVHiCache(HiCacheStorage):
             extra_info: ignored.
 
         Returns:
-            By pool, True for each page that was loaded.
+            By SGLang's name of the pool, one bool for each page: True if the page was loaded.
         """
         return self._move(transfers, PagePool.load, "prefetch")
 
@@ -284,7 +286,8 @@ class TierKVHiCache(HiCacheStorage):
             extra_info: ignored.
 
         Returns:
-            By pool, True for each page that the store has now.
+            By SGLang's name of the pool, one bool for each page: True if the store has the page
+                now.
         """
         return self._move(transfers, PagePool.store, "backup")
 
@@ -330,7 +333,7 @@ class TierKVHiCache(HiCacheStorage):
         return pages
 
     def _pools(self, name: str) -> list[PagePool]:
-        """Return the tierkv pools for SGLang's pool `name`, one for each shard of heads.
+        """Return the tierkv pools for SGLang's pool `name`, one for each part of this rank's heads.
 
         The result is [] for a pool without pages.
         """
@@ -347,7 +350,10 @@ class TierKVHiCache(HiCacheStorage):
         act: Callable[[PagePool, Sequence[bytes], Sequence[int]], Future[list[bool]]],
         kind: str,
     ) -> dict[str, list[bool]]:
-        """Run `act` for all pools at once and wait; return each page's success, by pool."""
+        """Run `act` for all pools at once, and wait for the results.
+
+        Return, by SGLang's name of the pool, one bool for each page: True if `act` succeeded.
+        """
         # All transfers are awaited: SGLang reuses a page as soon as this method returns.
         began_at = time.perf_counter()
         started: list[tuple[PoolTransfer, list[Future[list[bool]]] | None]] = []
@@ -389,15 +395,16 @@ class _HostPages:
     strides[p].
 
     Attributes:
-        pools: tierkv pools in which the pages are stored, one for each of `num_ranks` ranks.
-        parts_by_rank: for each rank, the memory of its parts, uint8 [number of pages, bytes of the
-            part] each.
+        pools: tierkv pools in which the pages are stored, one for each of `num_ranks` slices of
+            heads.
+        parts_by_rank: for each slice of heads, the memory of its parts, uint8 [number of pages,
+            bytes of the part] each.
         page_bytes: bytes of a page, all parts together; 0 for a pool without bytes.
 
     Args:
         pool: SGLang's host pool.
-        num_ranks: number of slices of heads into which a page is split, so that instances with more
-            ranks find the pages; 1 for no split.
+        num_ranks: number of slices of heads into which this rank's pages are split, so that
+            instances with more ranks find the slices of theirs; 1 for no split.
 
     Raises:
         LayoutError: the pool's addresses are unknown or uneven; the message says what to do.
@@ -430,7 +437,10 @@ class _HostPages:
         self.parts_by_rank = [parts[at : at + per_rank] for at in range(0, len(parts), per_rank)]
 
     def rows(self, host_indices: torch.Tensor | None, num_pages: int) -> list[int]:
-        """Return the page numbers of tokens' indices; LayoutError if these are not whole pages."""
+        """Return the numbers of the pages that the tokens' indices fill, in the same order.
+
+        LayoutError is raised if the indices are not `num_pages` whole pages.
+        """
         count = 0 if host_indices is None else len(host_indices)
         if host_indices is None or count != num_pages * self._pool.page_size:
             raise LayoutError(
@@ -503,7 +513,10 @@ def _all_of(futures: Sequence[Future[list[bool]]], num_pages: int) -> list[bool]
 
 
 def _ends(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
-    """Return the lengths, in pages, of the prefixes that one pool can restore."""
+    """Return the lengths, in pages, of the prefixes that one pool can restore.
+
+    `there` has one bool for each of the prompt's leading pages: True if it is stored.
+    """
     # A sliding-window pool needs only the last pages of a prefix, other pools need all pages.
     is_window = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
     window = max(1, len(transfer.keys or ())) if is_window else len(there)
@@ -516,7 +529,10 @@ def _ends(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
 
 
 def _ranks_of(config: HiCacheStorageConfig, pool: HostKVCache, name: str) -> list[str]:
-    """Return the names under which a pool's pages are stored: one per shard of heads, or "any"."""
+    """Return the names under which this rank's slices of a pool's pages are stored.
+
+    There is one name "n of N" for each slice of heads; ["any"] if all ranks have the same bytes.
+    """
     has_heads = isinstance(pool, MHATokenToKVPoolHost)
     if config.is_mla_model and not has_heads and name != PoolName.MAMBA:
         return ["any"]

@@ -410,7 +410,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
             fetch_policy: BEST_EFFORT fetches blocks if fetching is estimated to be faster than
                 computing, WAIT_COMPLETE fetches all stored blocks.
             settings: further settings of the store; None for the defaults.
-            device: the device that the model is on; None makes one for PyTorch's current stream.
+            device: tierkv's object for the device that the model is on; None makes one, with
+                PyTorch's current stream as its compute stream.
 
         Raises:
             LayoutError: the model's cache is not keys and values of every token.
@@ -511,9 +512,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def sequence(self, prompt: torch.Tensor | None = None) -> Iterator[Self]:
-        """Treat all calls of the model in the body as one text from its first token on.
+        """Begin a new text, which all calls of the model in the body compute part by part.
 
-        The KV of the text is cached at the end. `generate` enters a sequence by itself.
+        The KV of the text is cached at the end of the body. `generate` enters a sequence by itself.
 
         Args:
             prompt: token ids [1, tokens] that the model will be given first, whose cached part
@@ -728,9 +729,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._begun = _Begun(tokens, self._bring(0, tokens, len(tokens) - 1))
 
     def _pop_begun(self, ids: torch.Tensor, max_tokens: int) -> PromptHit | None:
-        """Return the hit of the load that `_begin` started; None if it does not fit.
+        """Use the load that `_begin` started, and return the sources of the KV of `ids`.
 
-        A load that does not fit is dropped.
+        The result is None, and the load is dropped, if the load is not for the text `ids`, or
+        brings more than `max_tokens` tokens.
         """
         begun, tokens = self._begun, ids[0].cpu().numpy()
         if (
@@ -766,7 +768,11 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._place(self.get_seq_length())
 
     def _bring(self, start: int, new: npt.NDArray[np.int64], max_tokens: int) -> PromptHit:
-        """Start loading the cached part of `new`, which follows the text's first `start` tokens."""
+        """Start loading the cached part of `new`, which follows the text's first `start` tokens.
+
+        At most `max_tokens` tokens of the text come from the cache. Return the sources of the KV of
+        `new`.
+        """
         size = self._layout.block_size
         tokens, have = new, start
         if start:
@@ -853,7 +859,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
 
 class _Moves:
-    """A thread that makes all calls of the engine cache and waits for them, with deadlines.
+    """A thread that makes all calls to an `EngineCache` and waits for the results, with deadlines.
 
     Ctrl-C and signal handlers interrupt the main thread at any point, but never this thread.
 
@@ -897,9 +903,9 @@ class _Moves:
         return self._ask(self._has_failed, load).result()
 
     def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> _Asked[int]:
-        """Copy a text's new blocks to the host.
+        """Copy a text to the host, without its first `num_kept` tokens, which the host has.
 
-        Return the future number of tokens that lookups find.
+        The result comes later: the number of the text's leading tokens that lookups find then.
         """
         self._hurries = False
         return self._ask(self._kept, tokens, num_kept)
@@ -1381,9 +1387,10 @@ def _check_drops_nothing(model: PreTrainedModel) -> None:
 
 
 def content_of(model: PreTrainedModel) -> str:
-    """Return a digest of the model's configuration and of all weights, as its identity.
+    """Return a digest of the model's configuration and weights: equal models have equal digests.
 
-    The digest covers the sum of all bits and a sample of the elements of each weight.
+    For each weight, the digest covers the sum of its elements' bits, read as integers, and a sample
+    of its elements.
 
     Raises:
         ConfigError: a weight is not in memory.

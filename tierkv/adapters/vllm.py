@@ -1,10 +1,10 @@
 """The module that vLLM loads by path: `TierKVConnector`, and a tier for vLLM's own offloading.
 
-`TierKVTier` is a secondary tier of vLLM's KV offloading. vLLM copies blocks between GPU and its own
-host memory in chunks of several blocks, for all its cache groups, hybrid models and tensor
-parallelism. This tier copies the chunks from that host memory to Redis, files or Mooncake and back,
-so that they outlive the process and other instances find them. Made for the interfaces of vLLM 0.32
-and 0.33 (`vllm.v1.kv_offload.tiering.base.SecondaryTierManager`). In `kv_connector_extra_config`:
+`TierKVTier` is a secondary tier of vLLM's KV offloading. vLLM itself copies chunks of several
+blocks between GPU and its own host memory, for hybrid models and tensor parallelism, too. This tier
+copies the chunks from that host memory to Redis, files or Mooncake and back, so that they outlive
+the process and other instances find them. Made for the interfaces of vLLM 0.32 and 0.33
+(`vllm.v1.kv_offload.tiering.base.SecondaryTierManager`). In `kv_connector_extra_config`:
 
     "spec_name": "TieringOffloadingSpec",
     "cpu_bytes_to_use": 8589934592,
@@ -59,14 +59,15 @@ class TierKVTier(SecondaryTierManager):
         offloading_spec: model, layout and ranks, from vLLM.
         primary_kv_view: vLLM's host memory, one row for each chunk.
         tier_type: vLLM's name of this tier.
-        backpressure_detector: vLLM's own, passed to the base class.
+        backpressure_detector: an object of vLLM, passed to the base class.
         store: URL of the store (docs/storage.md).
         ttl_s: seconds that a chunk stays in the store after its last use; None for as long as the
             store keeps it.
         deadline_s: seconds after which a lookup without an answer counts as a miss.
         revision: revision of the model's weights, if instances with other weights share the store
             under the same model name.
-        locality: "LOCAL" or "REMOTE", for vLLM's KV events; None for none.
+        locality: "LOCAL" or "REMOTE", the place of the chunks in vLLM's KV events; None if the
+            events name no place.
         enable_kv_events: True to report stored chunks in vLLM's KV events.
     """
 
@@ -136,7 +137,7 @@ class TierKVTier(SecondaryTierManager):
             self._asked.append((keys, self._pages.present(keys)))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the store's answers that no other running request uses.
+        """Forget the store's answers to a request's lookups that no other running request uses.
 
         A later request asks the store again, since stored chunks may have expired.
         """

@@ -9,7 +9,7 @@ and the block tables; tierkv owns the host memory and the storage.
                                                                            reused blocks
     build_connector_meta        plans saves; plans  -> start_load_kv, wait_for_save
     update_connector_output  <- reports of copies      get_finished
-    request_finished            plans the last save; vLLM keeps the blocks until it has ended
+    request_finished            plans the last save; vLLM keeps the blocks until the save ends
 
 A load copies blocks from host to device, a save copies them from device to host. A plan lists the
 blocks to copy. Plans and reports travel in vLLM's own messages between scheduler and workers, and
@@ -169,9 +169,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             not schedule.
         session_ttl_s: seconds after a turn of a session in which the turn's blocks on the host are
             evicted last; 0 to treat them like all other blocks.
-        min_tokens: smallest number of cached tokens to load, unless a ticket names them. Fewer
-            tokens, or a rest of the prompt of at most one block, are computed instead. Without a
-            store, a partial block is loaded only together with the full block before it.
+        min_tokens: smallest number of cached tokens to load; fewer are computed instead, and so are
+            a prompt's last tokens if only these, at most one block, are not on the device. Without
+            a store, a partial block is loaded only together with the full block before it. These
+            limits do not apply to a prompt with a ticket.
         prefix: prefix of all names in the store.
     """
 
@@ -276,8 +277,8 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     Attributes:
         groups: the cache groups (layers with the same layout and the same rule of which blocks they
             need), with the layout of this rank's part of a block.
-        backends: names of the attention backends and of the processor, which decide the order of
-            bytes within a block.
+        backends: names of vLLM's platform and attention backends, and on a CPU its instruction
+            sets: they decide the order of bytes within a block.
         heads: number of KV heads whose bytes are contiguous in each layer's block, one head after
             the other; 0 if blocks are laid out otherwise.
     """
@@ -475,8 +476,8 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             num_computed_tokens: number of leading tokens whose KV vLLM has in device blocks.
 
         Returns:
-            The number of tokens to load after those, None while the lookup runs; and True if there
-                are any to load.
+            The number of tokens to load after the first `num_computed_tokens`, None while the
+                lookup runs; and True if this number is above 0: all loads are asynchronous.
         """
         found = self.scheduler.find(request, num_computed_tokens)
         return found, bool(found)
@@ -781,7 +782,10 @@ class _SchedulerSide:
         return num_fetches > 0
 
     def find(self, request: Request, num_computed: int) -> int | None:
-        """Return how many tokens can be loaded after `num_computed`; None while the lookup runs."""
+        """Return how many tokens can be loaded after the first `num_computed` ones.
+
+        The result is None while the lookup runs.
+        """
         tracked = self._tracked.get(request.request_id) or self._track(request)
         if tracked is None or not self._may_find(tracked, num_computed):
             return 0
@@ -1099,7 +1103,11 @@ class _SchedulerSide:
         return bool(self._decoding) and self._decoding[0][0] <= self._step
 
     def _expect(self, tracked: _Tracked, stop: int | None) -> None:
-        """Record in which step a generating request may have enough unsaved tokens for a save."""
+        """Record in which step a generating request may have enough unsaved tokens for a save.
+
+        `stop` is the number of the request's tokens that are computed at the end of this step; None
+        if the step does not run the request.
+        """
         pause = _PAUSE_STEPS
         if stop is not None:
             missing = _SAVED_AT_ONCE - (stop - self._num_saved(tracked))
@@ -1148,7 +1156,10 @@ class _SchedulerSide:
         return stops
 
     def _save_states(self, step: SchedulerOutput) -> None:
-        """Save the recurrent states that vLLM offers, and other groups' blocks before them."""
+        """Save the recurrent states that vLLM offers.
+
+        Blocks of other cache groups before a state are saved with the state.
+        """
         offers = dict(step.kv_connector_block_state.boundary_state_offloads)
         for new in step.scheduled_new_reqs:
             at = new.num_computed_tokens
@@ -1255,7 +1266,10 @@ class _SchedulerSide:
     def _names(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> Sequence[Sequence[ExternalId | None]]:
-        """Return, by cache group, vLLM's hash of each block; () if the cache uses none."""
+        """Return, by cache group, vLLM's hash of each block.
+
+        The result is () if neither events nor lookups need the hashes.
+        """
         if self._publishes_events or self.cache.sees_host:
             return self._hashes(request, block_ids, firsts)
         return ()
@@ -1263,7 +1277,11 @@ class _SchedulerSide:
     def _hashes(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> list[list[ExternalId | None]]:
-        """Return, by cache group, vLLM's hash of each block; None for a partial block."""
+        """Return, by cache group, vLLM's hash of each block; None for a partial block.
+
+        `firsts` has, for each cache group, the number of the request's block that its first entry
+        in `block_ids` is for.
+        """
         size = self._kv.hash_block_size or self._groups[self._main].block_size
         hashes = request.block_hashes
         names: list[list[ExternalId | None]] = []
@@ -1375,7 +1393,11 @@ class _SchedulerSide:
         self.cache.keep_session(session, prompt, self.settings.session_ttl_s)
 
     def pop_counts(self) -> TierKVStats | None:
-        """Return the counts since the last call; None if there are none, or not in this step."""
+        """Return the counts since the last call, or None.
+
+        The result is None if there are no counts. While requests run, it is also None in steps in
+        which no save may begin.
+        """
         if not self._counts or (self._tracked and not self._is_turn):
             return None
         counts = dict(self._counts)
@@ -1387,7 +1409,11 @@ class _SchedulerSide:
     def finish(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request; return True if vLLM must keep its blocks, and its `kv_transfer_params`."""
+        """End a request.
+
+        Return True if vLLM must not reuse the request's blocks yet; and the `kv_transfer_params`
+        for the client, or None.
+        """
         name = request.request_id
         tracked = self._tracked.pop(name, None)
         if tracked is None:
@@ -1505,7 +1531,10 @@ def _packed(tokens: list[int]) -> bytes:
 
 
 def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """Return the cache groups, with a share of host memory for groups of recurrent states."""
+    """Return the cache groups, with a fixed share of host memory for each one of recurrent states.
+
+    With this share, the host has room for one state per `_BLOCKS_PER_STATE` blocks of tokens.
+    """
     weights = [
         group.layout.block_bytes
         / group.block_size
@@ -1661,7 +1690,7 @@ class _WorkerSide:
         return self._handshake
 
     def _backends(self) -> str:
-        """Return the names of the attention backends that write the blocks, and the processor."""
+        """Return the names that decide the order of bytes in a block: `RankHandshake.backends`."""
         layers = self._config.compilation_config.static_forward_context
         found = set()
         for group in self._kv.kv_cache_groups:
