@@ -61,8 +61,8 @@ class _Call:
     Attributes:
         run: The request.
         chunk: int32 [n], tokens of the prompt, or the last generated token.
-        outcome: The future of the token that follows the chunk. Its result is None if this token
-            was known before, and none was chosen.
+        outcome: The future of the token chosen after the chunk. Its result is None if no token is
+            chosen, because the chunk is followed by more tokens that the request already has.
     """
 
     run: ModelRun
@@ -245,7 +245,7 @@ class TransformersEngine(SessionEngine):
     def _compute(self, calls: Sequence[_Call]) -> list[int | None]:
         """Run one forward pass on the compute thread; return the chosen token of each call.
 
-        The token is None for a chunk that is not the end of the request's known tokens.
+        The token is None for a chunk that is followed by more tokens that the request already has.
         """
         stream, started = self._service.device.compute_stream, time.monotonic()
         loading = [call.run for call in calls if not call.run.is_loaded]

@@ -13,14 +13,15 @@ from tierkv.errors import ConfigError
 class TransformersSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of the engine `transformers`.
 
-    dtype: type of weights and KV; auto is the type in the model's files, float32 for GGUF.
-    max_context: largest number of tokens of prompt and answer together; 0 for the model's own
-    limit.
-    chunk_tokens: largest number of prompt tokens in one forward pass, which also computes one token
-    for each request that generates.
-    reserve_tokens: number of tokens to generate for which a request reserves blocks at once. A
-    request that later finds no free block is preempted, and resumed when blocks are free.
-    load_timeout_s: seconds that a request may wait for cached tokens that are being loaded.
+    Attributes:
+        dtype: type of weights and KV; auto is the type in the model's files, float32 for GGUF.
+        max_context: largest number of tokens of prompt and answer together; 0 for the model's own
+            limit.
+        chunk_tokens: largest number of prompt tokens in one forward pass, which also computes one
+            token for each request that generates.
+        reserve_tokens: number of answer tokens for which a request reserves blocks at once. A
+            request that later finds no free block is preempted, and resumed when blocks are free.
+        load_timeout_s: seconds that a request may wait for cached tokens that are being loaded.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
