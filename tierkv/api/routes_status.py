@@ -295,7 +295,7 @@ _RUN_S = 0.0004  # pause per run of blocks read, 200 times its reading time
 
 
 class NodeLiveRoutes(Routes):
-    """The data of the live page.
+    """The routes of the live page's data.
 
     These routes are not part of the API, and any version of tierkv may change them.
 

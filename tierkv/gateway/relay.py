@@ -264,7 +264,7 @@ class Delivery:
         return f"{self.job.request_id}.{self._nonce}.{self._num_calls}"
 
     def accept(self, node: BackendNode, offset: int, received: _Tokens) -> int:
-        """Append the tokens of an event that have not been received before, up to `max_tokens`.
+        """Append those tokens of an event that are new, until the answer has `max_tokens` tokens.
 
         Tokens that were already received, from this node or another one, must be the same.
 

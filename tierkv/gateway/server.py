@@ -310,7 +310,7 @@ class ProbeRoutes:
 
 
 class GatewayLiveRoutes:
-    """The data of the live page.
+    """The routes of the live page's data.
 
     These routes are not part of the API, and any version of tierkv may change them.
     """

@@ -286,7 +286,10 @@ def digest_of(token: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A token of the auth file. `expires_at` is in Unix seconds; None for no expiry."""
+    """The digest of a token in the auth file, with the token's owner.
+
+    `expires_at` is in Unix seconds; None for a token that does not expire.
+    """
 
     digest: bytes
     principal: Principal

@@ -57,7 +57,7 @@ class NotReadyError(TierKVError):
 
 
 class AnswerError(TierKVError):
-    """An error whose own class has the HTTP status, stable code and title of its answer.
+    """The base class of errors whose class sets the HTTP status, code and title of their answer.
 
     `ERRORS` has no rows for such errors.
     """

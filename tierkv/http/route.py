@@ -105,12 +105,12 @@ def in_path(request: web.BaseRequest, name: str) -> str:
 
 
 class HttpRouter:
-    """A router: authenticates the caller, calls the route's handler, and answers its errors.
+    """A router: authenticates the caller, calls the route's handler, and turns errors into answers.
 
     Args:
         table: The routes.
         guard: The authenticator of callers, which must be running.
-        fail: Function that returns the error answer.
+        fail: Function that returns the error answer, given the request and the error.
         count: Called for each answer with the path of its route ("none" for an unknown path) and
             with its status.
         id_chars: Largest length of a request id from a header; a longer id is cut.
