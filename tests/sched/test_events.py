@@ -8,6 +8,7 @@ import pytest
 
 from tests.latch import finish
 from tests.pd.nodes import publish
+from tests.sched.test_fetch import filled
 from tests.sessions import publish_request
 from tests.world import tokens, world
 from tierkv.cache.eviction import WritePolicy
@@ -183,3 +184,24 @@ async def test_of_too_many_stored_blocks_the_oldest_are_told_to_be_gone(
         gone = [event for event in events if event.kind is CacheEventKind.EVICTED]
         keys = [key.digest for key in here.keys(tokens(16))]
         assert [digest for event in gone for digest in event.digests] == keys[:3]
+
+
+async def test_what_is_fetched_is_told_as_stored_on_the_host() -> None:
+    async with world(store=await filled(tokens(18))) as here:
+        with here.service.events.subscribe() as subscription:
+            await here.run(tokens(18))
+            events = await everything(subscription)
+        assert blocks(events, CacheEventKind.STORED, "host") == [0, 1, 2, 3, 4]
+        stored = [event for event in events if event.tier == "host"]
+        keys = [key.digest for key in here.keys(tokens(18))]
+        assert [digest for event in stored for digest in event.digests] == keys
+
+
+async def test_a_tail_of_another_prompt_that_is_fetched_is_told_too() -> None:
+    async with world(store=await filled(tokens(11))) as here:
+        with here.service.events.subscribe() as subscription:
+            assert (await here.run(tokens(10))).storage_tokens == 9
+            events = await everything(subscription)
+        stored = [event for event in events if event.tier == "host"]
+        keys = [key.digest for key in here.keys(tokens(11))]  # the tail as the other prompt left it
+        assert [digest for event in stored for digest in event.digests] == keys

@@ -302,3 +302,24 @@ async def test_what_stays_after_a_shrink_was_cancelled_is_stored_when_it_goes() 
         assert left == 16
         await here.service.resize(Tier.HOST, 2)
         assert await num_stored(here) >= 14
+
+
+@simulated
+async def test_a_host_that_shrinks_stores_what_would_be_nobodys_without_the_blocks_that_go() -> (
+    None
+):
+    async with simulated_world(
+        device_blocks=16, host_blocks=16, host_write=THROUGH, storage_write=BACK
+    ) as here:
+        books = here.service.tiers.slots
+        slots = here.service.tiers.eviction.acquire(Tier.HOST, 16)
+        low = slots[slots < 8]
+        books.lend(Tier.HOST, low)
+        books.give(Tier.HOST, slots[slots >= 8])
+        await here.run(tokens(32))
+        books.unlend(Tier.HOST, low)
+        books.give(Tier.HOST, low)
+        await here.run(tokens(40))  # the last two where they could stay
+        await here.service.sleep(keeps_blocks=False)
+        await here.service.resize(Tier.HOST, 8)
+        assert await here.the_store.exists(here.names(tokens(40))) == 10
