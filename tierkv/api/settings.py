@@ -45,24 +45,25 @@ class Role(Enum):
 class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The node and its addresses.
 
-    role: the phase of a request that the node computes: prefill, decode or both.
-    name: a name for people, in logs, tickets and metrics; "" for role@host:port.
-    engine: name of the engine that computes: reference or transformers. Ignored if engine_socket is
-    set.
-    model: the model that the engine serves: a directory with config.json and weights, or a GGUF
-    file; "" for the small model that is built in.
-    device: the device that computes and has the device tier: "cpu", "cuda", or "cuda:1" for the
-    second GPU.
-    close_limit_s: seconds that closing may take after the drain. Then the process ends with exit
-    status 1, even if a store or a device that hangs still uses the node's memory.
-    session_ttl_s: seconds for which the blocks of a session's last turn are evicted only after all
-    other blocks; 0 to evict them like all other blocks.
-    unix_socket: path of a Unix socket to listen on in addition; "" for none.
-    listens_tcp: false to listen on the Unix socket only.
-    engine_socket: path of the Unix socket to which engines in other processes connect; "" for none.
-    The node then keeps the KV of these engines, and has no engine of its own. The socket's
-    directory should be private. cache.host_blocks then counts blocks of the engines, each with the
-    KV of all layers.
+    Attributes:
+        role: the phase of a request that the node computes: prefill, decode or both.
+        name: a name for people, in logs, tickets and metrics; "" for role@host:port.
+        engine: name of the engine that computes: reference or transformers. Ignored if
+            engine_socket is set.
+        model: the model that the engine serves: a directory with config.json and weights, or a GGUF
+            file; "" for the small model that is built in.
+        device: the device that computes and has the device tier: "cpu", "cuda", or "cuda:1" for the
+            second GPU.
+        close_limit_s: seconds that closing may take after the drain. Then the process ends with
+            exit status 1, even if a store or a device that hangs still uses the node's memory.
+        session_ttl_s: seconds for which the blocks of a session's last turn are evicted only after
+            all other blocks; 0 to evict them like all other blocks.
+        unix_socket: path of a Unix socket to listen on besides TCP; "" for none.
+        listens_tcp: false to listen on the Unix socket only.
+        engine_socket: path of the Unix socket to which engines in other processes connect; "" for
+            none. The node then keeps the KV of these engines, and has no engine of its own. The
+            socket's directory should be private. cache.host_blocks then counts blocks of the
+            engines, each with the KV of all layers.
     """
 
     role: Role = Role.BOTH

@@ -61,12 +61,13 @@ class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fi
 class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits on the prompts that the gateway accepts.
 
-    max_running: largest number of prompts that run at the nodes at the same time.
-    max_queued: largest number of prompts that wait in the gateway; further ones are rejected with
-    429.
-    queue_timeout_s: seconds after which a waiting prompt is rejected with 503.
-    max_batch: largest number of answers of one request.
-    max_attempts: largest number of attempts to answer a prompt, over all nodes.
+    Attributes:
+        max_running: largest number of prompts that run at the nodes at the same time.
+        max_queued: largest number of prompts that wait in the gateway; further ones are rejected
+            with 429.
+        queue_timeout_s: seconds after which a waiting prompt is rejected with 503.
+        max_batch: largest number of answers of one request.
+        max_attempts: largest number of attempts to answer a prompt, over all nodes.
     """
 
     max_running: int = 64
@@ -84,13 +85,14 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Deadlines, in seconds.
 
-    request_s: time for a prompt, from its first attempt to its last token.
-    connect_s: time to connect to a node.
-    first_token_s: time until a node sends the first event of its answer to a prefill, decode or
-    generate call.
-    stall_s: time between two tokens of a stream.
-    lookup_s: time in which nodes must report the number of a prompt's tokens that they have cached.
-    If a node does not, the gateway estimates the number from earlier prompts.
+    Attributes:
+        request_s: time for a prompt, from its first attempt to its last token.
+        connect_s: time to connect to a node.
+        first_token_s: time until a node sends the first event of its answer to a prefill, decode or
+            generate call.
+        stall_s: time between two tokens of a stream.
+        lookup_s: time in which nodes must report the number of a prompt's tokens that they have
+            cached. If a node does not, the gateway estimates the number from earlier prompts.
     """
 
     request_s: float = 600.0

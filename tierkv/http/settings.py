@@ -13,23 +13,26 @@ _MAX_PORT = 65_535
 class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The address to listen on, and limits of requests and connections.
 
-    host: address to listen on.
-    port: port to listen on; 0 chooses a free one.
-    allow_insecure_bind: true to listen on addresses that other machines can reach although callers
-    are not authenticated; for a private network.
-    drain_grace_s: seconds for which running requests may continue after SIGTERM.
-    max_body_bytes: largest size of a request body in bytes, after decompression; a larger one is
-    rejected.
-    max_prompt_tokens: largest number of tokens of one prompt; a longer one is rejected.
-    max_work_bytes: largest sum of the bodies of all running requests in bytes; a request that would
-    exceed it is rejected with 503.
-    max_connections: largest number of connections; further ones are closed at once.
-    idle_timeout_s: seconds after which a connection without a request is closed. The default is
-    above the 60 s of common load balancers, so that the balancer closes an idle connection first.
-    head_timeout_s: seconds in which the headers of a request must arrive, and in which a TLS
-    handshake must end.
-    body_timeout_s: seconds in which a request's body must arrive.
-    send_timeout_s: seconds after which a client that reads nothing of its answer is disconnected.
+    Attributes:
+        host: address to listen on.
+        port: port to listen on; 0 chooses a free one.
+        allow_insecure_bind: true to listen on addresses that other machines can reach although
+            callers are not authenticated; for a private network.
+        drain_grace_s: seconds for which running requests may continue after SIGTERM.
+        max_body_bytes: largest size of a request body in bytes, after decompression; a larger one
+            is rejected.
+        max_prompt_tokens: largest number of tokens of one prompt; a longer one is rejected.
+        max_work_bytes: largest sum of the bodies of all running requests in bytes; a request that
+            would exceed it is rejected with 503.
+        max_connections: largest number of connections; further ones are closed at once.
+        idle_timeout_s: seconds after which a connection without a request is closed. The default is
+            above the 60 s of common load balancers, so that the balancer closes an idle connection
+            first.
+        head_timeout_s: seconds in which the headers of a request must arrive, and in which a TLS
+            handshake must end.
+        body_timeout_s: seconds in which a request's body must arrive.
+        send_timeout_s: seconds after which a client that reads nothing of its answer is
+            disconnected.
     """
 
     host: str = "127.0.0.1"
@@ -68,8 +71,9 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class AuthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Authentication of callers.
 
-    file: path of the auth file, as `tierkv token` writes it; "" to authenticate no caller.
-    reload_s: seconds between two checks for a change of the file.
+    Attributes:
+        file: path of the auth file, as `tierkv token` writes it; "" to authenticate no caller.
+        reload_s: seconds between two checks for a change of the file.
     """
 
     file: str = ""
@@ -82,11 +86,12 @@ class AuthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class TlsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Paths of PEM files. The Unix socket never uses TLS.
 
-    cert: file of the node's own certificate, with its chain; "" to serve without TLS.
-    key: file of the certificate's key, if the key is not in `cert`.
-    client_ca: file of the authorities that sign client certificates; every client must then have
-    such a certificate. "" to accept clients without a certificate.
-    reload_s: seconds between two checks for a change of the files.
+    Attributes:
+        cert: file of the node's own certificate, with its chain; "" to serve without TLS.
+        key: file of the certificate's key, if the key is not in `cert`.
+        client_ca: file of the authorities that sign client certificates; every client must then
+            have such a certificate. "" to accept clients without a certificate.
+        reload_s: seconds between two checks for a change of the files.
     """
 
     cert: str = ""
