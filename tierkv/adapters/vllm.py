@@ -176,7 +176,7 @@ class TierKVTier(SecondaryTierManager):
         self._storage.close()
 
     def _hear(self) -> None:
-        """Record the store's answers to lookups that have arrived."""
+        """Record the answers to lookups that have arrived from the store since the last call."""
         for keys, future in [pair for pair in self._asked if pair[1].done()]:
             self._asked.remove((keys, future))
             answers = future.result() if future.exception() is None else [False] * len(keys)

@@ -950,9 +950,10 @@ class _SchedulerSide:
         return prompt
 
     def _extra(self, request: Request) -> bytes | None:
-        """Return what else identifies KV, beside tokens: salt, LoRA adapter, last cache reset.
+        """Return bytes that identify the KV besides its tokens; b"" if the tokens are enough.
 
-        The result is None while the adapter's files are read.
+        The bytes are made of the cache salt, the LoRA adapter and the number of the last cache
+        reset. The result is None while the adapter's files are read.
         """
         if request.lora_request is None and not request.cache_salt and not self._epoch:
             return b""
@@ -1340,7 +1341,7 @@ class _SchedulerSide:
                 )
 
     def hear(self, output: KVConnectorOutput) -> None:
-        """Accept the workers' reports of a step."""
+        """Accept the workers' reports of the plans that ended in a step."""
         report = output.kv_connector_worker_meta
         if report is not None:
             self._reports += report.reports

@@ -551,7 +551,8 @@ class EngineCache:
             promise_ttl_s: seconds for which found blocks are protected from eviction; None for
                 `EngineCacheSettings.promise_ttl_s`.
             external_ids: for each cache group, the engine's names of the prompt's blocks from the
-                first on. Events about blocks that this lookup fetches carry these names.
+                first on; () for no names. Events about blocks that this lookup fetches carry these
+                names.
 
         Returns:
             The found blocks. None while the search runs, or waits because too many host blocks are

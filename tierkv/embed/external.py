@@ -153,7 +153,7 @@ _TYPES: dict[str, Any] = {one.__name__: one for one in (Copied, HeldRun, Kept)}
 
 
 def _packed(value: Any, numbers: dict[object, int]) -> Any:  # noqa: ANN401, PLR0911 - any of them
-    """Return `value` in types of msgpack; a promise becomes its number in `numbers`."""
+    """Return `value` in types that msgpack encodes; a promise becomes its number in `numbers`."""
     if isinstance(value, HostPromise):
         return {"number": numbers[value]}
     if isinstance(value, (array, range)):

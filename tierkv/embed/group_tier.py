@@ -471,9 +471,10 @@ class GroupTier:
     # Storing
 
     def _write_down(self, block: FlatBlock) -> None:
-        """Begin to store a block, if it is due under the write policy.
+        """Begin to store a block, if `CacheSettings.storage_write` says that it is stored now.
 
-        With write-back, a block is due at once: evictions in this tier do not wait for a store.
+        With write-back, a block is stored at once, too: evictions in this tier do not wait for a
+        store.
         """
         is_due = self._rule.writes_now(block.hits) or self._rule.policy is WritePolicy.WRITE_BACK
         if is_due and not block.is_stored and self.storage is not None:

@@ -201,7 +201,10 @@ class HostSizes:
         return self.main if self.groups[self.main].kind is GroupKind.FULL else None
 
     def settings(self, cache: CacheSettings) -> CacheSettings:
-        """Return `cache` with the number of host slots of these sizes, and no device tier."""
+        """Return `cache` with the number of host slots of the cache group in the index.
+
+        The device tier gets one block, which is not used.
+        """
         in_index = 1 if self.indexed is None else self.num_slots[self.main]
         return msgspec.structs.replace(
             cache,
@@ -600,8 +603,8 @@ class HostSide:
     def _first_asked(self, lookups: dict[int, GroupLookup], bound: int) -> dict[int, Sequence[int]]:
         """Return, by cache group, the numbers of the blocks to look up in storage first.
 
-        For a short prompt and an indexed cache group these are all blocks, which makes a second
-        lookup unnecessary.
+        For a short prompt these are all blocks if a cache group is in the index: a second lookup is
+        then unnecessary.
         """
         tiers = {n: self._tiers[n] for n in lookups if self._tiers[n].storage is not None}
         whole = {n: range(-(-bound // tier.group.block_size)) for n, tier in tiers.items()}
@@ -811,7 +814,11 @@ class HostSide:
         return problem
 
     def _note_answer(self, bringing: _Bringing, num_tokens: int, seconds: float) -> None:
-        """Record that storage has `num_tokens` further tokens, and start timing their transfer."""
+        """Record how long storage took to say which blocks it has, and start timing their transfer.
+
+        Storage has `num_tokens` tokens that the host does not have; the answer took `seconds`
+        seconds.
+        """
         estimator = self._service.estimator
         estimator.tier.note_answer(seconds, has_found=num_tokens > 0)
         if num_tokens > 0:
@@ -831,7 +838,7 @@ class HostSide:
     ) -> AsyncIterator[GetOutcome | None]:
         """Fetch a prompt's indexed blocks, and protect them from eviction during the body.
 
-        The body gets the outcome of a block that did not arrive, or None if all arrived.
+        The body gets the outcome of the first block that did not arrive, or None if all arrived.
         """
         service = self._service
         if service.tiers.copies.storage is None or self._main is None or not prompt.num_tokens:
@@ -899,8 +906,8 @@ class HostSide:
     async def _room(self, num_blocks: list[int]) -> AsyncIterator[HostPromise]:
         """Wait until the limit of protected blocks allows `num_blocks` more; provide a new promise.
 
-        Waiting calls continue in the order of their arrival. If the body fails, the promise is
-        released.
+        `num_blocks` has a number for each cache group. Waiting calls continue in the order of their
+        arrival. If the body fails, the promise is released.
         """
         promise = HostPromise(0)
         async with self._turn:
@@ -1260,7 +1267,9 @@ class HostSide:
         return self._service.stats()
 
     async def verify(self) -> list[str]:
-        """Compare a recount with the host tier's own counts, and verify the service.
+        """Compare a recount of protected blocks with the host tier's own counts.
+
+        Verify the service.
 
         Returns:
             A sentence for each error; [] without errors.
@@ -1374,7 +1383,7 @@ class SavedPrompt:
         """Do nothing: other nodes fetch an engine's blocks from storage, not from its memory."""
 
     def show(self, start: int, stop: int) -> None:
-        """Do nothing: all saved blocks are on the host already."""
+        """Do nothing: all saved blocks are on the host already, and need no copy."""
 
     @asynccontextmanager
     async def on_host(self, blocks: range, _after: Sequence[Event]) -> AsyncIterator[Ids]:
