@@ -114,7 +114,7 @@ class ModelRun:
         self.matched = self.session.request.matched
         self.cached_tokens = min(self.num_fed, len(self.prompt))
 
-    def go_on_from(self, first_tokens: Sequence[int]) -> None:
+    def continue_after(self, first_tokens: Sequence[int]) -> None:
         """Set the beginning of the answer to `first_tokens`, which the prefill node generated."""
         self._earlier_tokens = tuple(first_tokens)
         self.tokens = list(first_tokens)
@@ -383,7 +383,7 @@ class SessionEngine(ABC):
             await session.claim(ticket_id, policy, deadline_s, job.sampling.readable())
             run.begin()
             if session.ticket is not None:
-                run.go_on_from(self._first_tokens(session.ticket)[: job.max_tokens])
+                run.continue_after(self._first_tokens(session.ticket)[: job.max_tokens])
             await self._or_recovered(run, lambda: self._continue(run))
             return run.result(), session.ticket
         finally:

@@ -117,7 +117,7 @@ class TierKVTier(SecondaryTierManager):
             key: vLLM's key of the chunk.
             req_context: the request that looks the chunk up.
         """
-        self._hear()
+        self._collect_answers()
         asked = self._asked_by.setdefault(req_context.req_id, set())
         if key not in asked:
             asked.add(key)
@@ -158,7 +158,7 @@ class TierKVTier(SecondaryTierManager):
         self._jobs[job_metadata.job_id] = (job_metadata, keys, future)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        self._hear()
+        self._collect_answers()
         done = [job_id for job_id, (_, _, future) in self._jobs.items() if future.done()]
         return [self._result(*self._jobs.pop(job_id)) for job_id in done]
 
@@ -175,7 +175,7 @@ class TierKVTier(SecondaryTierManager):
     def shutdown(self) -> None:
         self._storage.close()
 
-    def _hear(self) -> None:
+    def _collect_answers(self) -> None:
         """Record the answers to lookups that have arrived from the store since the last call."""
         for keys, future in [pair for pair in self._asked if pair[1].done()]:
             self._asked.remove((keys, future))

@@ -499,7 +499,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self.scheduler.hear(connector_output)
+        self.scheduler.receive_output(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -656,8 +656,8 @@ class _SchedulerSide:
         self._plans = StepPlans()
         self._begun: list[Plan] = []  # saves of this step
         self._counts: Counter[str] = Counter()
-        self._has_heard = False  # True if workers have reported since the last plan
-        self._is_turn = False  # True if saves may begin in this step
+        self._has_new_reports = False  # True if workers have reported since the last plan
+        self._is_saving_step = False  # True if saves may begin in this step
         self._has_store = bool(settings.store or settings.node)
         # For each running step: the prompt tokens that it computes, and the time of its plan.
         self._computing: deque[tuple[int, float]] = deque(maxlen=_MAX_UNDER_WAY)
@@ -1014,10 +1014,10 @@ class _SchedulerSide:
     def plan(self, step: SchedulerOutput) -> StepPlans:
         self._step += 1
         computes_much = step.total_num_scheduled_tokens > _MUCH
-        self._is_turn = computes_much or self._step % _SAVES_EVERY == 0
-        if self._is_turn or not self._has_heard:
+        self._is_saving_step = computes_much or self._step % _SAVES_EVERY == 0
+        if self._is_saving_step or not self._has_new_reports:
             self._poll()
-        self._has_heard = False
+        self._has_new_reports = False
         for name in step.preempted_req_ids or ():
             self._preempted(name)
         if self._saves:
@@ -1061,7 +1061,7 @@ class _SchedulerSide:
             self._filling[name] = tracked
 
     def _has_saves(self) -> bool:
-        if self._is_turn:
+        if self._is_saving_step:
             return bool(self._ending or self._filling or self._is_due())
         return any(map(self._is_urgent, self._filling.values()))
 
@@ -1340,7 +1340,7 @@ class _SchedulerSide:
                     session_id=self._owners.get(ours[0]),
                 )
 
-    def hear(self, output: KVConnectorOutput) -> None:
+    def receive_output(self, output: KVConnectorOutput) -> None:
         """Accept the workers' reports of the plans that ended in a step."""
         report = output.kv_connector_worker_meta
         if report is not None:
@@ -1350,7 +1350,7 @@ class _SchedulerSide:
         is_awaited = self._unpublished or not self._tracked
         if is_awaited or any(one.problem for one in self._reports):
             self._poll()
-        self._has_heard = True
+        self._has_new_reports = True
         for name in output.finished_recving or ():
             tracked = self._tracked.get(name)
             if tracked is not None:
@@ -1399,7 +1399,7 @@ class _SchedulerSide:
         The result is None if there are no counts. While requests run, it is also None in steps in
         which no save may begin.
         """
-        if not self._counts or (self._tracked and not self._is_turn):
+        if not self._counts or (self._tracked and not self._is_saving_step):
             return None
         counts = dict(self._counts)
         self._counts.clear()

@@ -433,7 +433,7 @@ class HostSide:
         subscription = events.subscribe(_MAX_EVENTS, wants_tokens=settings.event_tokens)
         self._events = self._listening.enter_context(subscription)
         if self.names is not None:
-            self._listening.enter_context(events.heard_by(self.names))
+            self._listening.enter_context(events.subscribed(self.names))
         service.flat_blocks = [tier.blocks for tier in self._tiers.values()]
 
     @property

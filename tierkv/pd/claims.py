@@ -102,7 +102,7 @@ class Watch:
         self._has_answered = self._is_useless = False
         self._heard_at = 0.0  # time of the store's last answer, or of the first question
         # A store that was flushed or restarted has no liveness lease until its next renewal.
-        self._lost_after_s = self._lease.beat_s + _GRACE_S
+        self._lost_after_s = self._lease.interval_s + _GRACE_S
 
     async def ticket(self, budget: Budget, deadline_s: float) -> Ticket:
         """Wait until the ticket has been written, and return it.
@@ -144,7 +144,9 @@ class Watch:
                 if left <= 0 or self._is_useless:
                     break
                 is_quiet = listener.is_live and self._over is None
-                await self._hear(listener.next, min(_LIVE_READ_S if is_quiet else pause, left))
+                await self._wait_for_hint(
+                    listener.next, min(_LIVE_READ_S if is_quiet else pause, left)
+                )
                 pause = min(pause * 2, _LONGEST_READ_S)
         if self._over is not None:
             raise self._over
@@ -230,7 +232,7 @@ class Watch:
         self.keys = keys = await self._tickets.hashed_keys_of(self._prompt)
         return keys
 
-    async def _hear(self, next_hint: Callable[[float], object], timeout_s: float) -> None:
+    async def _wait_for_hint(self, next_hint: Callable[[float], object], timeout_s: float) -> None:
         """Wait until the store should be read again, at most `timeout_s` seconds.
 
         `next_hint` waits for the next message about the ticket, up to the given seconds. Once the

@@ -278,7 +278,7 @@ class SmallValues:
 
 log = logging.getLogger(__name__)
 
-_BEATS_PER_LEASE = 3
+_RENEWALS_PER_LEASE = 3
 _MAX_LEASE_BYTES = 64
 _GOODBYE_S = 0.5
 _AGAIN_S = 0.2
@@ -317,7 +317,7 @@ class ProducerLease:
 
     Attributes:
         incarnation: random id of this process, which the value's name contains.
-        num_beats: number of attempts to write the value.
+        num_renewals: number of attempts to write the value.
     """
 
     def __init__(self, storage: StorageIO, values: SmallValues, *, lease_s: float) -> None:
@@ -327,10 +327,10 @@ class ProducerLease:
         self._values = values
         self._num_held = 0
         self._wanted = asyncio.Event()
-        self._beaten = asyncio.Event()
-        self._hurry = asyncio.Event()
-        self._beaten_at = float("-inf")
-        self.num_beats = 0
+        self._renewal_tried = asyncio.Event()
+        self._renew_now = asyncio.Event()
+        self._renewed_at = float("-inf")
+        self.num_renewals = 0
 
     @property
     def num_held(self) -> int:
@@ -347,7 +347,7 @@ class ProducerLease:
             async with supervised({"tierkv-producer-lease": self._keep}):
                 yield
         finally:
-            if self.num_beats:
+            if self.num_renewals:
                 with suppress(StoreUnavailableError, TimeoutError):
                     async with asyncio.timeout(_GOODBYE_S):
                         await self._storage.store.delete([self._name])
@@ -357,9 +357,9 @@ class ProducerLease:
         """Renew the value while the body runs, in which one ticket is open."""
         self._num_held += 1
         self._wanted.set()
-        if asyncio.get_running_loop().time() - self._beaten_at > self.beat_s:
-            self._beaten.clear()
-            self._hurry.set()
+        if asyncio.get_running_loop().time() - self._renewed_at > self.interval_s:
+            self._renewal_tried.clear()
+            self._renew_now.set()
         try:
             yield
         finally:
@@ -370,9 +370,9 @@ class ProducerLease:
     async def written(self) -> None:
         """Wait until an attempt to write the value has ended, in success or failure.
 
-        Call this inside `held`. An attempt that ended up to `beat_s` seconds before counts, too.
+        Call this inside `held`. An attempt within the last `interval_s` seconds counts, too.
         """
-        await self._beaten.wait()
+        await self._renewal_tried.wait()
 
     async def is_alive(self, incarnation: str) -> bool:
         """Return True if the process with this `incarnation` renews its liveness lease.
@@ -395,31 +395,31 @@ class ProducerLease:
             return False
 
     @property
-    def beat_s(self) -> float:
+    def interval_s(self) -> float:
         """The seconds between two renewals."""
-        return self.lease_s / _BEATS_PER_LEASE
+        return self.lease_s / _RENEWALS_PER_LEASE
 
     @property
     def _name(self) -> str:
         return self._storage.names.producer(self.incarnation)
 
     async def _keep(self) -> None:
-        """Write the value every `beat_s` seconds until cancelled, sooner after a failure."""
+        """Write the value every `interval_s` seconds until cancelled, sooner after a failure."""
         while True:
             await self._wanted.wait()
             until = _until(self._storage.store.now() + self.lease_s, self.incarnation)
-            pause_s = min(_AGAIN_S, self.beat_s)
+            pause_s = min(_AGAIN_S, self.interval_s)
             with suppress(TimeoutError, StoreUnavailableError):
                 async with asyncio.timeout(self.lease_s):
                     await self._values.put(self._name, until, ttl_s=self.lease_s)
-                pause_s = self.beat_s
-            self.num_beats += 1
-            self._beaten_at = asyncio.get_running_loop().time()
-            self._beaten.set()
-            self._hurry.clear()
+                pause_s = self.interval_s
+            self.num_renewals += 1
+            self._renewed_at = asyncio.get_running_loop().time()
+            self._renewal_tried.set()
+            self._renew_now.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
-                    await self._hurry.wait()
+                    await self._renew_now.wait()
 
 
 _MAX_ACKNOWLEDGEMENT_BYTES = 64 << 10

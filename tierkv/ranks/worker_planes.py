@@ -590,7 +590,7 @@ class RankSocket:
             link.close()
             return
         self._links[rank] = link
-        self._selector.register(link, selectors.EVENT_READ, partial(self._hear, rank))
+        self._selector.register(link, selectors.EVENT_READ, partial(self._receive, rank))
         with suppress(OSError, AttributeError):  # a system without pidfd
             self._ends[rank] = os.pidfd_open(link.peer_pid())
             self._selector.register(
@@ -613,7 +613,7 @@ class RankSocket:
             )
         return None
 
-    def _hear(self, rank: int) -> None:
+    def _receive(self, rank: int) -> None:
         """Read the messages of a rank: its goodbye, or the end of its connection."""
         link = self._links.get(rank)
         if link is None:

@@ -162,7 +162,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
+class _ByteGrant:
     num_bytes: int
     granted: asyncio.Future[None]
 
@@ -190,52 +190,52 @@ class ByteBudget:
         self.max_in_flight = 0
         self._is_busy = is_busy
         self._num_in_flight = 0
-        self._line: deque[_Turn] = deque()
+        self._line: deque[_ByteGrant] = deque()
 
     @property
     def num_waiting(self) -> int:
-        return sum(not turn.granted.cancelled() for turn in self._line)
+        return sum(not grant.granted.cancelled() for grant in self._line)
 
     @asynccontextmanager
     async def room(self, num_bytes: int) -> AsyncIterator[None]:
         """Wait until `num_bytes` may be in flight; count them as in flight during the body."""
-        turn = _Turn(num_bytes, asyncio.get_running_loop().create_future())
-        self._line.append(turn)
+        grant = _ByteGrant(num_bytes, asyncio.get_running_loop().create_future())
+        self._line.append(grant)
         self.start_waiting()
         try:
-            await turn.granted
+            await grant.granted
         except asyncio.CancelledError:
-            if not turn.granted.cancelled() and turn.granted.done():
-                self._ended(turn)
+            if not grant.granted.cancelled() and grant.granted.done():
+                self._ended(grant)
             else:
-                turn.granted.cancel()
+                grant.granted.cancel()
                 self.start_waiting()  # copies behind this one may fit
             raise
         try:
             yield
         finally:
-            self._ended(turn)
+            self._ended(grant)
 
-    def _ended(self, turn: _Turn) -> None:
-        self.bytes_in_flight -= turn.num_bytes
+    def _ended(self, grant: _ByteGrant) -> None:
+        self.bytes_in_flight -= grant.num_bytes
         self._num_in_flight -= 1
         self.start_waiting()
 
     def start_waiting(self) -> None:
         """Start the waiting copies that fit now."""
         while self._line:
-            turn = self._line[0]
-            if turn.granted.cancelled():
+            grant = self._line[0]
+            if grant.granted.cancelled():
                 self._line.popleft()
                 continue
-            fits = self.bytes_in_flight + turn.num_bytes <= self.max_bytes
+            fits = self.bytes_in_flight + grant.num_bytes <= self.max_bytes
             if self._num_in_flight and (not fits or self._is_busy()):
                 return
             self._line.popleft()
             self._num_in_flight += 1
-            self.bytes_in_flight += turn.num_bytes
+            self.bytes_in_flight += grant.num_bytes
             self.max_in_flight = max(self.max_in_flight, self.bytes_in_flight)
-            turn.granted.set_result(None)
+            grant.granted.set_result(None)
 
     def findings(self) -> list[str]:
         """Return violated invariants, one sentence each; call only when no copy runs."""

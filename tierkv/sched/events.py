@@ -260,11 +260,11 @@ class CacheEvents:
                 f"a subscription's capacity must be at least 1 event, not {capacity}"
             )
         subscription = Subscription(capacity, wants_tokens=wants_tokens)
-        with self.heard_by(subscription):
+        with self.subscribed(subscription):
             yield subscription
 
     @contextmanager
-    def heard_by(self, listener: EventListener) -> Iterator[None]:
+    def subscribed(self, listener: EventListener) -> Iterator[None]:
         """Call `listener.put` with each published event until the body ends."""
         self._subscriptions.append(listener)
         try:

@@ -499,7 +499,7 @@ class StorageIO:
         self._values = Values(self.slices, self._codec, block_ttl_s)
         self._found: OrderedDict[bytes, int] = OrderedDict()  # digest -> number of ranks
         self.meets_other_sizes = False  # True once a block of another size was found
-        self.asking: Callable[[], Callable[[bytes], None]] = lambda: _nobody_hears
+        self.asking: Callable[[], Callable[[bytes], None]] = lambda: _ignore
         self._is_far = False  # the last question took longer than _FAR_S
         # The checksum of a 2 MiB block would block the loop for 70 us.
         self._checkers = WorkerThreads("storage I/O", 2)
@@ -1060,7 +1060,7 @@ class Values:
         return self._slices.names_of(key, part.shard.size)[part.shard.rank]
 
 
-def _nobody_hears(digest: bytes) -> None: ...
+def _ignore(digest: bytes) -> None: ...
 
 
 def _worst_get(outcomes: Sequence[GetOutcome]) -> GetOutcome:
