@@ -504,7 +504,7 @@ def _answer(future: Future[_T], failed: _T) -> _T:
 
 
 def _all_of(futures: Sequence[Future[list[bool]]], num_pages: int) -> list[bool]:
-    """Return one bool for each page: True if it is True in the results of all `futures`."""
+    """Return one bool for each page: True if it is True in every future's result."""
     none = [False] * num_pages
     answers = [_answer(future, none) for future in futures]
     return (

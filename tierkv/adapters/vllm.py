@@ -137,7 +137,7 @@ class TierKVTier(SecondaryTierManager):
             self._asked.append((keys, self._pages.present(keys)))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the store's answers to a request's lookups that no other running request uses.
+        """Forget the store's answers that only this request uses.
 
         A later request asks the store again, since stored chunks may have expired.
         """

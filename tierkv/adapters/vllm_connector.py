@@ -169,10 +169,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             not schedule.
         session_ttl_s: seconds after a turn of a session in which the turn's blocks on the host are
             evicted last; 0 to treat them like all other blocks.
-        min_tokens: smallest number of cached tokens to load; fewer are computed instead, and so are
-            a prompt's last tokens if only these, at most one block, are not on the device. Without
-            a store, a partial block is loaded only together with the full block before it. These
-            limits do not apply to a prompt with a ticket.
+        min_tokens: smallest number of cached tokens to load; fewer are computed instead. If the
+            device lacks at most one block of a prompt, vLLM computes this block. Without a store, a
+            partial block is loaded only together with the full block before it. These limits do not
+            apply to a prompt with a ticket.
         prefix: prefix of all names in the store.
     """
 
@@ -372,8 +372,8 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """True on a prefill instance, where every prompt must be handed over.
 
-        vLLM then computes a prompt again if it is preempted at its end, before its last blocks are
-        saved.
+        If vLLM then preempts a request whose prompt is computed, but whose last blocks are not
+        saved yet, vLLM computes the prompt again.
         """
         return str(self._kv_transfer_config.kv_role) == "kv_producer"
 
@@ -952,8 +952,8 @@ class _SchedulerSide:
     def _extra(self, request: Request) -> bytes | None:
         """Return bytes that identify the KV besides its tokens; b"" if the tokens are enough.
 
-        The bytes are made of the cache salt, the LoRA adapter and the number of the last cache
-        reset. The result is None while the adapter's files are read.
+        The bytes are made of the cache salt, the digest of the LoRA adapter, and a random id of the
+        last cache reset. The result is None while the adapter's files are read.
         """
         if request.lora_request is None and not request.cache_salt and not self._epoch:
             return b""
@@ -1280,8 +1280,8 @@ class _SchedulerSide:
     ) -> list[list[ExternalId | None]]:
         """Return, by cache group, vLLM's hash of each block; None for a partial block.
 
-        `firsts` has, for each cache group, the number of the request's block that its first entry
-        in `block_ids` is for.
+        `firsts` has, for each cache group, the number of the request's block that the first entry
+        of its list in `block_ids` is for.
         """
         size = self._kv.hash_block_size or self._groups[self._main].block_size
         hashes = request.block_hashes

@@ -315,7 +315,7 @@ class _RequestState:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A running plan, whose copies for one request the ranks carry out.
+    """A running plan: the ranks copy the blocks of one request that it lists.
 
     Attributes:
         key: key of the request.
@@ -1035,7 +1035,8 @@ class EngineCache:
         """Return the copies and publishes that have ended since the last call.
 
         Args:
-            finished: reports of ranks in other processes about plans that have ended there.
+            finished: reports from ranks in other processes that their part of a plan has ended. The
+                reports of `planes` need not be passed.
         """
         for report in finished:
             self._report(report)

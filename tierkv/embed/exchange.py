@@ -1,8 +1,8 @@
 """Calls from an engine's threads to the service's thread: made at once, answered later.
 
-An engine's thread takes no lock and never waits when it makes a call or polls: waiting for a lock
-would cost it the GIL for up to 5 ms. Every step below is one operation on a dict or deque, which no
-other thread can interrupt.
+An engine's thread takes no lock and never waits when it makes a call or polls: a wait for a lock
+gives up the GIL, and the thread may get the GIL back only 5 ms later. Therefore each step of the
+methods here is one operation on a dict or deque, which no other thread can interrupt.
 """
 
 from __future__ import annotations

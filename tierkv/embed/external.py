@@ -811,7 +811,7 @@ def _send(writer: asyncio.StreamWriter, answer: list[Any]) -> None:
 
 
 class ExternalEngines:
-    """The engines that connect to a node without an engine of its own.
+    """The engines of other processes that connect to this node, which has no engine of its own.
 
     The first engine to connect decides the fingerprint of the blocks in the host tier.
 

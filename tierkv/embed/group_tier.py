@@ -195,7 +195,8 @@ class GroupTier:
     def valid(self, lookup: GroupLookup, limit: int) -> TokensAt:
         """Return, as a sequence, how many leading tokens of each prompt block the host has.
 
-        `CacheGroup.longest` computes from it how many leading tokens of the prompt are usable.
+        `CacheGroup.longest` computes from this sequence how many leading tokens of the prompt are
+        usable.
 
         Args:
             lookup: the prompt's lookup in this cache group.
@@ -249,8 +250,9 @@ class GroupTier:
                 blocks than this, their number is the limit instead.
 
         Returns:
-            Numbers of the prompt's blocks: for full attention, the first blocks that were not
-                looked up; for a window or a state, the last ones. [] if no more lookup is needed.
+            Numbers of the prompt's blocks. For full attention, the list begins with the first block
+                that must be looked up; for a sliding window or a state, it ends with the last one.
+                [] if no more lookup is needed.
         """
         try:
             self.group.longest(limit, _Valid(self, lookup, limit, _Asked.RAISES))
@@ -319,7 +321,7 @@ class GroupTier:
         """Protect from eviction the host blocks that the first `num_tokens` tokens need.
 
         Args:
-            lookup: the lookup of these blocks.
+            lookup: the prompt's lookup in this cache group.
             num_tokens: a number of tokens that is usable from the host alone.
 
         Returns:

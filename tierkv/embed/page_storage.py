@@ -312,8 +312,8 @@ class PagePool:
     def clear(self) -> Future[int]:
         """Delete every stored page of this identity, including pages of other engines.
 
-        The call waits for pages that are being stored. Until its future is done, no page is stored
-        and `load` returns none.
+        Pages that are being stored are stored first, and deleted too. Until the future is done, no
+        page is stored and `load` finds none.
 
         Returns:
             A future with the number of deleted values. It raises StoreUnavailableError if the store

@@ -10,7 +10,8 @@ computes tokens of several requests, side by side in one row:
     PlaneLayer.update      writes each token's K and V to its place in the planes
     paged_attention        attends for each request over its own blocks
 
-Transformers calls both through its interfaces for cache layers and for attention functions.
+Transformers calls `PlaneLayer.update` as the cache of a layer, and `paged_attention` as the model's
+attention function.
 """
 
 from __future__ import annotations
