@@ -1532,7 +1532,7 @@ def _packed(tokens: list[int]) -> bytes:
 
 
 def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """Return the cache groups, with a fixed share of host memory for each one of recurrent states.
+    """Return the cache groups; those of recurrent states get a fixed share of host memory.
 
     With this share, the host has room for one state per `_BLOCKS_PER_STATE` blocks of tokens.
     """

@@ -89,7 +89,7 @@ class Found:
         blocks: for each cache group, the numbers of the prompt's blocks to load. Block n has the
             tokens from n * block_size on, with the cache group's own block size.
         num_there: number of the prompt's leading tokens on the host, including those that the
-            engine has in device blocks, too.
+            engine also has in device blocks.
         storage_tokens: number of found tokens that this lookup fetched from storage (the last
             ones). Always 0 with a `NodeHost`.
     """
@@ -315,7 +315,7 @@ class _RequestState:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A running plan: the ranks copy the blocks of one request that it lists.
+    """A running plan: the ranks copy the blocks that it lists, all of one request.
 
     Attributes:
         key: key of the request.
@@ -1035,8 +1035,8 @@ class EngineCache:
         """Return the copies and publishes that have ended since the last call.
 
         Args:
-            finished: reports from ranks in other processes that their part of a plan has ended. The
-                reports of `planes` need not be passed.
+            finished: reports of ranks in other processes, each for a plan that has ended on the
+                rank. The reports of `planes` need not be passed.
         """
         for report in finished:
             self._report(report)

@@ -681,9 +681,9 @@ class HostSide:
     ) -> str | None:
         """Fetch missing blocks of all cache groups, if this seems to be faster than computing.
 
-        Return the error that prevented some of them, or None. The wait ends with the budget.
-        Afterwards the fetch continues in the background, to measure the speed of storage, if the
-        request may compute the missing tokens; otherwise it is cancelled.
+        Return the error that prevented some of them, or None. The wait ends with the budget. If the
+        request may compute the missing tokens, a fetch that has not ended by then continues in the
+        background, to measure the speed of storage; otherwise the fetch is cancelled.
         """
         service, budget, promise = self._service, bringing.budget, bringing.promise
         assert promise is not None, "its request waits"
@@ -1267,9 +1267,7 @@ class HostSide:
         return self._service.stats()
 
     async def verify(self) -> list[str]:
-        """Compare a recount of protected blocks with the host tier's own counts.
-
-        Verify the service.
+        """Check the service's invariants, and recount the blocks that promises protect.
 
         Returns:
             A sentence for each error; [] without errors.
