@@ -12,8 +12,9 @@ import pytest
 
 from tests.latch import CopyLatch, ManualEvent, finish, turns
 from tests.layouts import LAYOUTS
+from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.transfer.mover import EventPoller, Mover
+from tierkv.transfer.mover import EventPoller, LayerGate, Mover, Submitted
 
 LAYOUT = LAYOUTS["fp8"]
 
@@ -108,3 +109,20 @@ async def test_a_poller_whose_body_breaks_looks_on_until_all_events_are_done() -
         assert not living.done()
         event.finish()
         await finish(futures[0])
+
+
+async def test_a_failed_gate_that_is_asked_often_does_not_grow() -> None:
+    """An error that is raised again has on it all that it came through before."""
+    error = TransferError("the copy engine caught fire")
+    gate = LayerGate(1, [Submitted((), error)], EventPoller())
+
+    def ask() -> int:
+        with pytest.raises(TransferError, match="caught fire"):
+            gate.wait_on(CpuDevice().compute_stream, 0, 0.0)
+        count, at = 0, error.__traceback__
+        while at is not None:
+            count, at = count + 1, at.tb_next
+        return count
+
+    once = ask()
+    assert [ask() for _ in range(20)] == [once] * 20
