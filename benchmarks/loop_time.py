@@ -185,7 +185,7 @@ async def _of_engines(
         async with service.running():
             side = HostSide(service, sizes, settings)
             yield side
-            await side.give_back()
+            await side.release_all()
 
     async with opened() as side:
         empty = await figures.of(f"lookup of a miss, {end}", side.promise(prompt, None, 30.0))

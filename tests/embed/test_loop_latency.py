@@ -64,7 +64,7 @@ async def engine_side(redis: RedisServer) -> AsyncIterator[HostSide]:
     async with service.running():
         side = HostSide(service, sizes, EngineCacheSettings())
         yield side
-        await side.give_back()
+        await side.release_all()
 
 
 @pytest.mark.promise("A prompt of a million tokens blocks the loop for less than 50 ms.")

@@ -360,7 +360,7 @@ async def test_a_shrink_of_a_large_cache_lets_others_go_on_and_misses_nothing_me
             used.append(service.stats().device.used)
             assert len(used) < 100, "nobody tells it again"
         service.tiers.slots.unlend(Tier.HOST, host)
-        service.tiers.slots.give(Tier.HOST, host)
+        service.tiers.slots.free(Tier.HOST, host)
         assert len(used) >= 4, "thousands of runs are not one turn's work"
         assert service.stats().device.capacity == 1
         await here.settle()

@@ -315,10 +315,10 @@ async def test_a_host_that_shrinks_stores_what_would_be_nobodys_without_the_bloc
         slots = here.service.tiers.eviction.acquire(Tier.HOST, 16)
         low = slots[slots < 8]
         books.lend(Tier.HOST, low)
-        books.give(Tier.HOST, slots[slots >= 8])
+        books.free(Tier.HOST, slots[slots >= 8])
         await here.run(tokens(32))
         books.unlend(Tier.HOST, low)
-        books.give(Tier.HOST, low)
+        books.free(Tier.HOST, low)
         await here.run(tokens(40))  # the last two where they could stay
         await here.service.sleep(keeps_blocks=False)
         await here.service.resize(Tier.HOST, 8)

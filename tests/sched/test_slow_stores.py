@@ -112,7 +112,7 @@ async def test_host_slots_that_a_store_reads_are_not_counted_on_and_others_go_in
         slots = tiers.eviction.acquire(Tier.HOST, 1)
         assert not set(slots.tolist()) & set(read.tolist())
         tiers.slots.end_reading(read)
-        tiers.slots.give(Tier.HOST, slots)
+        tiers.slots.free(Tier.HOST, slots)
         assert here.service.stats().host.free == 4 - index.spaces.root.space.used[1]
         assert here.service.verify() == []
 

@@ -233,11 +233,11 @@ async def test_a_turn_that_comes_with_a_cancel_goes_to_the_next() -> None:
     first, second = (asyncio.ensure_future(turns.acquire()) for _ in range(2))
     await asyncio.sleep(0)
     assert turns.num_waiting == 2
-    turns.give_back()
+    turns.release()
     first.cancel()
     await second
     assert first.cancelled()
-    turns.give_back()
+    turns.release()
     await turns.acquire()
 
 

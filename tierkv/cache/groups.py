@@ -332,7 +332,7 @@ class FlatBlocks:
         """Allocate `count` slots, or as many as possible; evict blocks that are not held.
 
         Returns:
-            The slots; `put` passes one to a block, `give` frees them.
+            The slots; `put` passes one to a block, `free` frees them.
         """
         count = min(count, self._pool.num_free + len(self._unheld))
         while self._pool.num_free < count:
@@ -341,7 +341,7 @@ class FlatBlocks:
         self._allocated.update(slots)
         return slots
 
-    def give(self, slots: Sequence[int]) -> None:
+    def free(self, slots: Sequence[int]) -> None:
         """Free slots that `allocate` has returned."""
         self._allocated.difference_update(slots)
         self._pool.release(slots)

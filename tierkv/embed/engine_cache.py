@@ -215,7 +215,7 @@ class LocalHost:
         Call this only after all ranks have stopped copying.
         """
         try:
-            self.call(HostSide.give_back).wait(_CLOSE_S)
+            self.call(HostSide.release_all).wait(_CLOSE_S)
         finally:
             self._thread.close()
 

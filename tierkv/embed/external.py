@@ -595,7 +595,7 @@ class EngineListener:
                 # Returns when the last process has closed its end.
                 await loop.sock_recv(mine, 1)
             await asyncio.sleep(_SETTLE_S)
-            await engine.give_back()
+            await engine.release_all()
             self._num_here -= 1
             log.info("engine %s ended, and its slots and promises were released", hello.name)
 
@@ -786,11 +786,11 @@ class _Engine:
         ticket = _packed(promise.ticket, {})
         return [number, promise.num_tokens, _packed(promise.parts, {}), ticket, promise.problem]
 
-    async def give_back(self) -> None:
+    async def release_all(self) -> None:
         """Release all blocks and slots of the engine. No process of the engine may still copy."""
         for held in list(self._known.values()):
             await self._side.free(held)
-        await self._side.give(self._lent)
+        await self._side.free_reserved(self._lent)
 
 
 def _all_copied(args: list[Any]) -> list[Copied]:
@@ -831,7 +831,7 @@ class ExternalEngines:
         self._side = HostSide(service, self.sizes, settings)
         async with self._listener.serving(self._side, self.sizes, settings):
             yield
-        await self._side.give_back()
+        await self._side.release_all()
 
     async def verify(self) -> list[str]:
         return await self._side.verify()

@@ -432,7 +432,7 @@ class GroupTier:
             for key in keys:
                 del self._coming[key.digest]
             arrived.set_result(None)
-            self.blocks.give(sorted(left))
+            self.blocks.free(sorted(left))
         return problem
 
     def _made(self, lookup: GroupLookup, at: int, key: StoredKey, slot: int) -> FlatBlock:

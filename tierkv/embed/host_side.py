@@ -1122,7 +1122,7 @@ class HostSide:
             self.names.add(digests, names[first:stop])
             await asyncio.sleep(0)  # other tasks run in between
 
-    async def give(self, slots: Sequence[Iterable[int]]) -> None:
+    async def free_reserved(self, slots: Sequence[Iterable[int]]) -> None:
         """Free reserved host slots that were not used for saves.
 
         Args:
@@ -1130,12 +1130,12 @@ class HostSide:
         """
         for number, some in enumerate(slots):
             if number != self._main:
-                self._tiers[number].blocks.give(list(some))
+                self._tiers[number].blocks.free(list(some))
                 continue
             tiers, free = self._service.tiers, list(some)
             for slot in free:
                 tiers.slots.unlend(Tier.HOST, self._lent.pop(slot))
-            tiers.slots.give(Tier.HOST, np.array(free, np.int32))
+            tiers.slots.free(Tier.HOST, np.array(free, np.int32))
             tiers.work.capacity_changed()
 
     # Sessions
@@ -1305,7 +1305,7 @@ class HostSide:
             self.names.clear()  # also names of blocks that are in use and stay
         return await self._service.forget()
 
-    async def give_back(self) -> None:
+    async def release_all(self) -> None:
         """Release all promises and reserved slots, because the engine closes its cache.
 
         The method first waits up to 5 s until saved blocks are stored.
@@ -1324,7 +1324,9 @@ class HostSide:
         for promise in list(self._promises):
             self._release(promise)
         groups = range(len(self._groups))
-        await self.give([[*self._lent] if number == self._main else [] for number in groups])
+        await self.free_reserved(
+            [[*self._lent] if number == self._main else [] for number in groups]
+        )
         self._listening.close()
         self._service.flat_blocks = ()
 

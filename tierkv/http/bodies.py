@@ -193,7 +193,7 @@ class BodyReader:
         self.num_bytes += num_bytes
         request[_COUNTED] = self, before + num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes
 
 
@@ -204,7 +204,7 @@ def release(request: web.BaseRequest) -> None:
     """Subtract the bytes of an answered request from those that count towards `max_work_bytes`."""
     if _COUNTED in request:
         reader, num_bytes = request[_COUNTED]
-        reader.give_back(num_bytes)
+        reader.release(num_bytes)
 
 
 def _media_type(request: web.BaseRequest) -> str:

@@ -133,36 +133,36 @@ class Staging:
         finally:
             movement, group.movement = group.movement, None
             if movement is None or movement.has_ended:
-                self._give(slots)
+                self._release(slots)
             else:
-                movement.when_ended(lambda: self._give(slots))
+                movement.when_ended(lambda: self._release(slots))
 
     @property
     def num_free_groups(self) -> int:
         return len(self._free) // GROUP_BLOCKS
 
     async def _acquire(self, count: int) -> list[int]:
-        turn: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, turn))
+        granted: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, granted))
         self._lend()
         try:
-            return await turn
+            return await granted
         except asyncio.CancelledError:
             # The slots may have come with the cancel, and the next in line may want fewer slots.
-            self._give([] if turn.cancelled() else turn.result())
+            self._release([] if granted.cancelled() else granted.result())
             raise
 
-    def _give(self, slots: Sequence[int]) -> None:
+    def _release(self, slots: Sequence[int]) -> None:
         self._free = sorted([*self._free, *slots])
         self._lend()
 
     def _lend(self) -> None:
         while self._waiting:
-            count, turn = self._waiting[0]
-            if not turn.cancelled():
+            count, granted = self._waiting[0]
+            if not granted.cancelled():
                 if count > len(self._free):
                     return
-                turn.set_result(self._free[:count])
+                granted.set_result(self._free[:count])
                 del self._free[:count]
             self._waiting.popleft()
 

@@ -244,7 +244,7 @@ class HostLoads:
     def release(self, load: Load) -> None:
         """Remove one user of a load: a request with the load's slots in its table has ended."""
         load.num_users -= 1
-        self._give_if_unused(load)
+        self._free_if_unused(load)
 
     def _settle(self, load: Load, end: Callable[[], None]) -> None:
         """Record the end of a load in the index, once all loads of `above` have settled."""
@@ -264,7 +264,7 @@ class HostLoads:
             self._fail(load)
         self._index.release(load.lease)
         load.settled.set_result(None)
-        self._give_if_unused(load)
+        self._free_if_unused(load)
         end()
 
     def _fail(self, load: Load) -> None:
@@ -278,11 +278,11 @@ class HostLoads:
         self._tiers.slots.lend(Tier.DEVICE, load.slots)
         del self._active[int(load.slots[0])]
 
-    def _give_if_unused(self, load: Load) -> None:
+    def _free_if_unused(self, load: Load) -> None:
         """Free a failed load's slots once its copy has ended and no block table has them."""
         if load.is_failed and load.settled.done() and load.num_users == 0:
             self._tiers.slots.unlend(Tier.DEVICE, load.slots)
-            self._tiers.slots.give(Tier.DEVICE, load.slots)
+            self._tiers.slots.free(Tier.DEVICE, load.slots)
 
 
 @dataclass(slots=True)
@@ -417,7 +417,7 @@ class Starts:
                 # A copy: the request's table must not share the array in `held`.
                 request = self._made(spec, lease, held.slots.copy(), NOTHING, ())
         except BaseException:  # no room, or a bug
-            self._give_back(held)
+            self._release_held(held)
             raise
         self._running.add(request)
         try:
@@ -463,7 +463,7 @@ class Starts:
         table = np.concatenate([cached, private])
         return self._made(spec, lease, table, matched, tuple(movements))
 
-    def _give_back(self, held: _Held) -> None:
+    def _release_held(self, held: _Held) -> None:
         pool, slots = self._tiers.slots.pools[Tier.DEVICE], held.slots
         if held.source is not None:
             self._index.release(held.source)

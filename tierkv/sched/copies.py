@@ -719,7 +719,7 @@ class Copies:
                 "%d blocks could not be copied from the device to the host: %s", stop - first, error
             )
             self._eviction.stats.failed_transfers += 1
-            self._slots.give(Tier.HOST, index.change(Tier.HOST, node, first, stop, Change.FAIL))
+            self._slots.free(Tier.HOST, index.change(Tier.HOST, node, first, stop, Change.FAIL))
             return False
         index.change(Tier.HOST, node, first, stop, Change.ARRIVE)
         self._eviction.stats.offloaded_blocks += stop - first

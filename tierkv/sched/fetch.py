@@ -246,7 +246,7 @@ class FetchGroups:
         group.has_ended = True
         self.settled(group.slots, group.space)
         self._tiers.slots.unlend(Tier.HOST, group.slots)
-        self._tiers.slots.give(Tier.HOST, group.slots[~group.kept])
+        self._tiers.slots.free(Tier.HOST, group.slots[~group.kept])
 
 
 def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: int) -> list[range]:
@@ -361,7 +361,7 @@ class SharedTails:
         finally:
             tiers.slots.unlend(Tier.HOST, slots)
             if not is_kept:
-                tiers.slots.give(Tier.HOST, slots)
+                tiers.slots.free(Tier.HOST, slots)
 
 
 def _ending_in(prompt: Prompt, num_blocks: int, tail: Tail) -> Prompt:

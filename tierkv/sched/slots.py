@@ -290,7 +290,7 @@ class Slots:
         self._num_reads = 0
         self._still_read = _NO_SLOTS  # host slots of evicted blocks that are being read
 
-    def give(self, tier: Tier, slots: Ids) -> None:
+    def free(self, tier: Tier, slots: Ids) -> None:
         """Free slots, and wake callers that wait for slots.
 
         Args:

@@ -281,7 +281,7 @@ class WorkerThreads:
 
     @asynccontextmanager
     async def holding(
-        self, acquire: Callable[[], T], give_back: Callable[[T], object]
+        self, acquire: Callable[[], T], release: Callable[[T], object]
     ) -> AsyncIterator[T]:
         """Yield a resource that a thread acquires before the body and releases after it.
 
@@ -290,7 +290,7 @@ class WorkerThreads:
 
         Args:
             acquire: acquires and returns the resource.
-            give_back: releases the resource.
+            release: releases the resource.
         """
         acquired: list[T] = []
         try:
@@ -301,7 +301,7 @@ class WorkerThreads:
                 await self.idle()
             finally:
                 if acquired:
-                    await self.run(lambda: give_back(acquired.pop()))
+                    await self.run(lambda: release(acquired.pop()))
 
     async def run_each(self, work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
         """Return `work(item)` for each item, in the order of the items, using all threads.

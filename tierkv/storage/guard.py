@@ -257,7 +257,7 @@ class GuardedStore(StoreWrapper):
                     async with self._within(self._deadline_s(0)):
                         answer = await self._in_own_task(ask)
                 finally:
-                    self._reads.give_back()
+                    self._reads.release()
             except StoreUnavailableError:
                 if not (may_try_again and self._allow_retry(started)):
                     raise
@@ -322,7 +322,7 @@ class GuardedStore(StoreWrapper):
                 async with self._within(self._deadline_s(num_bytes)):
                     outcomes = await self._with_known_errors(lambda store: store.get_into(items))
             finally:
-                self._reads.give_back()
+                self._reads.release()
         except StoreUnavailableError as error:
             return [GetOutcome(GetStatus.FAILED, str(error))] * len(items)
         failures = [one.reason for one in outcomes if one.status is GetStatus.FAILED]
@@ -343,7 +343,7 @@ class GuardedStore(StoreWrapper):
         try:
             self._check_breaker()
         except StoreUnavailableError:
-            self._reads.give_back()
+            self._reads.release()
             raise
 
     # Writes
@@ -488,7 +488,7 @@ class GuardedStore(StoreWrapper):
         if self._breaker.fail(reason, of_read=of_read, is_sure=is_sure):
             _log.warning("%s failed and is not used until it answers a probe: %s", self.url, reason)
             self._opened.set()
-            self._num_refused += self._reads.send_away(self._circuit_open())
+            self._num_refused += self._reads.fail_waiting(self._circuit_open())
             self._writes.give_up(reason)
 
     async def _keep_probing(self) -> None:
@@ -566,41 +566,41 @@ class SlotGate:
         return len(self._queue)
 
     async def acquire(self) -> None:
-        """Wait for a slot; `give_back` releases it.
+        """Wait for a slot; the caller must `release` it.
 
         Raises:
-            TierKVError: `send_away` was called with this error during the wait.
+            TierKVError: `fail_waiting` was called with this error during the wait.
         """
         if self._num_free:
             self._num_free -= 1
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(granted)
         try:
-            await turn
+            await granted
         except asyncio.CancelledError:
-            if turn.cancelled():
-                with suppress(ValueError):  # the turn was passed to the next waiter
-                    self._queue.remove(turn)
-            elif turn.exception() is None:
-                self.give_back()  # the slot came together with the cancel
+            if granted.cancelled():
+                with suppress(ValueError):  # the slot was passed to the next waiter
+                    self._queue.remove(granted)
+            elif granted.exception() is None:
+                self.release()  # the slot came together with the cancel
             raise
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         while self._queue:
-            turn = self._queue.popleft()
-            if not turn.done():
-                turn.set_result(None)
+            granted = self._queue.popleft()
+            if not granted.done():
+                granted.set_result(None)
                 return
         self._num_free += 1
 
-    def send_away(self, error: TierKVError) -> int:
+    def fail_waiting(self, error: TierKVError) -> int:
         """Make all waiting calls of `acquire` raise `error`; return their number."""
-        turns = [turn for turn in self._queue if not turn.done()]
+        waiting = [granted for granted in self._queue if not granted.done()]
         self._queue.clear()
-        for turn in turns:
-            turn.set_exception(error)
-        return len(turns)
+        for granted in waiting:
+            granted.set_exception(error)
+        return len(waiting)
 
 
 _TRANSITIONS = {

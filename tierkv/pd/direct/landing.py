@@ -266,7 +266,7 @@ class Landing:
                         await self._threads.run(lambda: self._planes.close(shared.owner))
                 finally:
                     tiers.slots.unlend(Tier.DEVICE, slots)
-                    tiers.slots.give(Tier.DEVICE, left)
+                    tiers.slots.free(Tier.DEVICE, left)
         except (OutOfBlocksError, TimeoutError) as error:
             log.debug("this device has no room for blocks of a producer's device: %r", error)
         finally:
