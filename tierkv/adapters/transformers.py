@@ -601,7 +601,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._stop = start + count
         self._is_kept = False
         if is_text:
-            self._hit = hit or self._bring(start, ids[0].cpu().numpy(), max_tokens)
+            self._hit = hit or self._fetch(start, ids[0].cpu().numpy(), max_tokens)
             given = _without(given, count, count - self._hit.computed)
             if self._load is None and self._hit.computed >= self._layout.block_size:
                 self._timer.start(self._hit.computed)
@@ -726,7 +726,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         tokens = prompt[0].detach().cpu().numpy()
         if len(tokens) > 1 and tokens.dtype.kind == "i":
             self._reserve(len(tokens))
-            self._begun = _Begun(tokens, self._bring(0, tokens, len(tokens) - 1))
+            self._begun = _Begun(tokens, self._fetch(0, tokens, len(tokens) - 1))
 
     def _pop_begun(self, ids: torch.Tensor, max_tokens: int) -> PromptHit | None:
         """Use the load that `_begin` started, and return the sources of the KV of `ids`.
@@ -767,7 +767,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._moves.use(self._room)
         self._place(self.get_seq_length())
 
-    def _bring(self, start: int, new: npt.NDArray[np.int64], max_tokens: int) -> PromptHit:
+    def _fetch(self, start: int, new: npt.NDArray[np.int64], max_tokens: int) -> PromptHit:
         """Start loading the cached part of `new`, which follows the text's first `start` tokens.
 
         At most `max_tokens` tokens of the text come from the cache. Return the sources of the KV of

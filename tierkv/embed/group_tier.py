@@ -341,12 +341,12 @@ class GroupTier:
         return needed.start, blocks
 
     def release(self, lookup: GroupLookup) -> None:
-        """Stop protecting from eviction the blocks that `bring` has protected for this lookup."""
+        """End the protection of this lookup's blocks from eviction, which `fetch_missing` began."""
         lookup.round += 1
         held, lookup.held = lookup.held, []
         self.blocks.release(held)
 
-    async def bring(self, lookup: GroupLookup, num_tokens: int) -> str | None:
+    async def fetch_missing(self, lookup: GroupLookup, num_tokens: int) -> str | None:
         """Fetch to the host the stored blocks that the first `num_tokens` tokens need.
 
         All blocks that these tokens need are protected from eviction until `release`.

@@ -363,7 +363,7 @@ class _Planned(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Bringing:
+class _PromiseFetch:
     """The state of a fetch of blocks for one promise.
 
     Attributes:
@@ -372,7 +372,7 @@ class _Bringing:
             for it.
         is_timed: True if the fetches of all cache groups are timed together here; False if there is
             only one cache group, whose fetch is timed elsewhere.
-        here: number of the prompt's leading tokens that the host had before the fetch.
+        host_tokens: number of the prompt's leading tokens that the host had before the fetch.
         is_try: True if the blocks are fetched only to measure the speed of storage.
         is_late: True if the request no longer waits while its blocks are still fetched.
         has_answered: True if storage has answered which blocks it has.
@@ -382,7 +382,7 @@ class _Bringing:
     budget: Budget
     promise: HostPromise | None = None
     is_timed: bool = False
-    here: int = 0
+    host_tokens: int = 0
     is_try: bool = False
     is_late: bool = False
     has_answered: bool = False
@@ -500,11 +500,11 @@ class HostSide:
         async with self._room(self._max_needed(prompt)) as promise:
             promise.ticket = ticket
             bound = prompt.num_tokens if limit is None else min(limit, prompt.num_tokens)
-            bringing = _Bringing(budget, promise)
+            fetch = _PromiseFetch(budget, promise)
             is_one_group = not self._tiers or self._service.store is None
             # A fetch of one group decides by itself whether storage is worth the wait.
-            bring = self._brought if is_one_group else self._bring_all_groups
-            problem = await bring(prompt, keys, bringing, bound)
+            fetch_blocks = self._fetch_missing if is_one_group else self._fetch_all_groups
+            problem = await fetch_blocks(prompt, keys, fetch, bound)
             promise.problem = problem if promise.num_tokens < prompt.num_tokens else None
             if not promise.num_tokens:  # no block is protected
                 self._expire(promise)
@@ -539,21 +539,21 @@ class HostSide:
                 budget,
                 deadline_s=deadline_s,
                 estimator=self._service.estimator,
-                bring=self._bring_ahead,
+                fetch=self._fetch_ahead,
                 near=NoSupply(),
             )
         except HandoffError:
             handoff.stats.claims_without_ticket += 1
             raise
 
-    async def _bring_ahead(self, prompt: Prompt) -> bool:
+    async def _fetch_ahead(self, prompt: Prompt) -> bool:
         """Fetch the indexed blocks of `prompt` before its ticket arrives.
 
         Return True if all arrived.
         """
         step_s = self._service.settings.fetch_deadline_s
-        bringing = _Bringing(Budget(step_s, step_s=step_s))
-        async with self._fetched(prompt, (), bringing) as problem:
+        fetch = _PromiseFetch(Budget(step_s, step_s=step_s))
+        async with self._fetched(prompt, (), fetch) as problem:
             return problem is None
 
     async def note_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -676,8 +676,8 @@ class HostSide:
         ]
         return longest_of_all(valid, bound)
 
-    async def _bring_all_groups(
-        self, prompt: Prompt, keys: Sequence[StoredKey], bringing: _Bringing, bound: int
+    async def _fetch_all_groups(
+        self, prompt: Prompt, keys: Sequence[StoredKey], fetch: _PromiseFetch, bound: int
     ) -> str | None:
         """Fetch missing blocks of all cache groups, if this seems to be faster than computing.
 
@@ -685,7 +685,7 @@ class HostSide:
         request may compute the missing tokens, a fetch that has not ended by then continues in the
         background, to measure the speed of storage; otherwise the fetch is cancelled.
         """
-        service, budget, promise = self._service, bringing.budget, bringing.promise
+        service, budget, promise = self._service, fetch.budget, fetch.promise
         assert promise is not None, "its request waits"
         here, tier = self._all_here(prompt, bound), service.estimator.tier
         verdict = budget.restrict(bound - here, is_answered=bool(keys)) if here < bound else None
@@ -693,17 +693,17 @@ class HostSide:
             service.tiers.decisions.recompute_storage += verdict is not None
             self._hold(prompt, self._begin_lookups(prompt), promise, here)
             return verdict.reason if verdict is not None else None
-        bringing.is_timed, bringing.here = True, here
-        bringing.is_try = verdict.is_try
-        tier.num_tries += bringing.is_try
+        fetch.is_timed, fetch.host_tokens = True, here
+        fetch.is_try = verdict.is_try
+        tier.num_tries += fetch.is_try
         answered: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        work = self._brought_in_time(prompt, keys, bringing, bound, answered)
-        task = service.tiers.work.started(work, "tierkv-bring")
+        work = self._fetch_in_time(prompt, keys, fetch, bound, answered)
+        task = service.tiers.work.started(work, "tierkv-fetch-groups")
 
         def ended(_: asyncio.Task[None] | None) -> None:
-            tier.num_tries -= bringing.is_try
-            tier.num_late -= bringing.is_late
-            bringing.is_try = bringing.is_late = False
+            tier.num_tries -= fetch.is_try
+            tier.num_late -= fetch.is_late
+            fetch.is_try = fetch.is_late = False
             _answer(answered, "this service is closing")  # no effect if there is an answer
 
         task.add_done_callback(ended)
@@ -714,25 +714,25 @@ class HostSide:
             problem = "storage took too long"
             service.tiers.decisions.recompute_late += 1
             if not task.done():
-                bringing.is_late = budget.may_compute
-                tier.num_late += bringing.is_late
-                if not bringing.is_late:
+                fetch.is_late = budget.may_compute
+                tier.num_late += fetch.is_late
+                if not fetch.is_late:
                     task.cancel()
         except asyncio.CancelledError:
-            bringing.promise = None
+            fetch.promise = None
             task.cancel()
             ended(None)  # the next request need not wait for its end
             raise
-        if bringing.promise is not None:
-            bringing.promise = None
+        if fetch.promise is not None:
+            fetch.promise = None
             self._hold(prompt, self._begin_lookups(prompt), promise, self._all_here(prompt, bound))
         return problem
 
-    async def _brought_in_time(
+    async def _fetch_in_time(
         self,
         prompt: Prompt,
         keys: Sequence[StoredKey],
-        bringing: _Bringing,
+        fetch: _PromiseFetch,
         bound: int,
         answered: asyncio.Future[str | None],
     ) -> None:
@@ -743,19 +743,19 @@ class HostSide:
         """
         service, time = self._service, asyncio.get_running_loop().time
         tier, began_at = service.estimator.tier, time()
-        most_s = service.settings.fetch_deadline_s if bringing.budget.may_compute else None
+        most_s = service.settings.fetch_deadline_s if fetch.budget.may_compute else None
         try:
             async with asyncio.timeout(most_s):
-                problem = await self._brought(prompt, keys, bringing, bound)
+                problem = await self._fetch_missing(prompt, keys, fetch, bound)
         except TimeoutError:
             problem = "storage took too long"
         except TierKVError as error:
             problem = str(error)
         finally:
-            if not bringing.has_answered:
+            if not fetch.has_answered:
                 tier.note_silence(time() - began_at)
-            if bringing.transfer is not None:  # the wait for missing blocks counts, too
-                tier.end(bringing.transfer, time(), is_late=True)
+            if fetch.transfer is not None:  # the wait for missing blocks counts, too
+                tier.end(fetch.transfer, time(), is_late=True)
         _answer(answered, problem)
 
     def _all_here(self, prompt: Prompt, bound: int) -> int:
@@ -764,11 +764,11 @@ class HostSide:
             self._begin_lookups(prompt), self._on_host(prompt, bound).num_tokens
         )
 
-    async def _brought(
+    async def _fetch_missing(
         self,
         prompt: Prompt,
         keys: Sequence[StoredKey],
-        bringing: _Bringing,
+        fetch: _PromiseFetch,
         bound: int,
     ) -> str | None:
         """Fetch missing blocks, and protect the prompt's host blocks if the request still waits.
@@ -786,34 +786,34 @@ class HostSide:
                     planned = await self._plan(prompt, lookups, bound, num_promised)
                     length, known = planned.num_tokens, planned.known
                     problem = problem or planned.problem
-                if bringing.is_timed and not bringing.has_answered:
-                    bringing.has_answered = True
-                    self._note_answer(bringing, length - bringing.here, time() - began_at)
+                if fetch.is_timed and not fetch.has_answered:
+                    fetch.has_answered = True
+                    self._note_answer(fetch, length - fetch.host_tokens, time() - began_at)
                 wanted = prompt.first_blocks(-(-length // prompt.block_size)) if lookups else prompt
-                async with self._fetched(wanted, keys, bringing, known) as outcome:
+                async with self._fetched(wanted, keys, fetch, known) as outcome:
                     problem = problem or (outcome.reason if outcome is not None else None)
                     length = self._on_host(prompt, length).num_tokens
                     length = await self._longest(lookups, length)
                     for number, lookup in lookups.items():
-                        problem = await self._tiers[number].bring(lookup, length) or problem
-                        if bringing.promise is not None:
-                            bringing.budget.arrived()
+                        problem = await self._tiers[number].fetch_missing(lookup, length) or problem
+                        if fetch.promise is not None:
+                            fetch.budget.arrived()
                     found = self._on_host(prompt, length).num_tokens
                     found = self._longest_here(lookups, found)
-                    if bringing.transfer is not None:
-                        num_bytes = max(found - bringing.here, 0) * estimator.bytes_per_token
-                        estimator.tier.arrived(bringing.transfer, num_bytes)
-                    if found == length or not left or bringing.promise is None:
-                        if bringing.promise is not None:
-                            self._hold(prompt, lookups, bringing.promise, found)
-                            bringing.promise = None
+                    if fetch.transfer is not None:
+                        num_bytes = max(found - fetch.host_tokens, 0) * estimator.bytes_per_token
+                        estimator.tier.arrived(fetch.transfer, num_bytes)
+                    if found == length or not left or fetch.promise is None:
+                        if fetch.promise is not None:
+                            self._hold(prompt, lookups, fetch.promise, found)
+                            fetch.promise = None
                         break
             finally:
                 for number, lookup in lookups.items():
                     self._tiers[number].release(lookup)
         return problem
 
-    def _note_answer(self, bringing: _Bringing, num_tokens: int, seconds: float) -> None:
+    def _note_answer(self, fetch: _PromiseFetch, num_tokens: int, seconds: float) -> None:
         """Record how long storage took to say which blocks it has, and start timing their transfer.
 
         Storage has `num_tokens` tokens that the host does not have; the answer took `seconds`
@@ -824,16 +824,16 @@ class HostSide:
         if num_tokens > 0:
             now = asyncio.get_running_loop().time()
             num_bytes = num_tokens * estimator.bytes_per_token
-            bringing.transfer = estimator.tier.begin(num_bytes, now)
-        if bringing.promise is not None:
-            bringing.budget.arrived()
+            fetch.transfer = estimator.tier.begin(num_bytes, now)
+        if fetch.promise is not None:
+            fetch.budget.arrived()
 
     @asynccontextmanager
     async def _fetched(
         self,
         prompt: Prompt,
         keys: Sequence[StoredKey],
-        bringing: _Bringing,
+        fetch: _PromiseFetch,
         known: Beyond | None = None,
     ) -> AsyncIterator[GetOutcome | None]:
         """Fetch a prompt's indexed blocks, and protect them from eviction during the body.
@@ -844,19 +844,19 @@ class HostSide:
         if service.tiers.copies.storage is None or self._main is None or not prompt.num_tokens:
             yield None
             return
-        budget = bringing.budget
-        if bringing.is_timed:  # `_bring_all_groups` has decided to wait
+        budget = fetch.budget
+        if fetch.is_timed:  # `_fetch_all_groups` has decided to wait
             deadline_s = service.settings.fetch_deadline_s
             budget = Budget(deadline_s, step_s=deadline_s)
         fetched = await service.fetcher.fetch(
             prompt,
             budget,
             promised=keys[: -(-prompt.num_tokens // prompt.block_size)],
-            is_part=bringing.is_timed,
+            is_part=fetch.is_timed,
             known=known,
         )
-        if bringing.promise is not None:
-            bringing.promise.storage_tokens += len(fetched.tokens)
+        if fetch.promise is not None:
+            fetch.promise.storage_tokens += len(fetched.tokens)
         try:
             yield fetched.first_problem
         finally:

@@ -467,7 +467,7 @@ class Claims:
                             budget,
                             deadline_s=deadline_s,
                             estimator=self._estimator,
-                            bring=partial(self._bring_ahead, spec, near),
+                            fetch=partial(self._fetch_ahead, spec, near),
                             near=near,
                         )
                         ticket_at = time.monotonic()
@@ -514,7 +514,7 @@ class Claims:
         has_room = self._scheduler.tiers.eviction.available(Tier.DEVICE) >= num_blocks
         return has_room and not self._scheduler.num_waiting
 
-    async def _bring_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
+    async def _fetch_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
         """Fetch the blocks of `prefix` before the ticket is written; return True if all arrived.
 
         `prefix` is the beginning of the claimed prompt. Blocks arrive on the host. If the device
@@ -587,7 +587,7 @@ class Claims:
         """
         if request.cached_tokens == request.spec.prompt.num_tokens:
             return None
-        return await self._portions.bring_or_end(request, budget, keys)
+        return await self._portions.fetch_or_end(request, budget, keys)
 
     async def _fetch_and_load(
         self, spec: RequestSpec, keys: Sequence[StoredKey], budget: Budget
@@ -686,13 +686,13 @@ class Ahead:
 
     Args:
         prompt: the claimed prompt.
-        bring: fetches the blocks of its argument, the beginning of the claimed prompt, and returns
+        fetch: fetches the blocks of its argument, the beginning of the claimed prompt, and returns
             True if all of them arrived.
     """
 
-    def __init__(self, prompt: Prompt, bring: Callable[[Prompt], Awaitable[bool]]) -> None:
+    def __init__(self, prompt: Prompt, fetch: Callable[[Prompt], Awaitable[bool]]) -> None:
         self._prompt = prompt
-        self._bring = bring
+        self._fetch = fetch
         self._wanted = 0
         self._done = 0
         self._came = asyncio.Event()
@@ -718,7 +718,7 @@ class Ahead:
             # `_wanted` may be a guess, so from here on only new calls of `ready` count.
             prefix = self._prompt.first_blocks(self._wanted)
             self._wanted = self._done
-            if await self._bring(prefix):
+            if await self._fetch(prefix):
                 self._done = prefix.num_blocks
 
 
@@ -745,7 +745,7 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
     *,
     deadline_s: float,
     estimator: Estimator,
-    bring: Callable[[Prompt], Awaitable[bool]],
+    fetch: Callable[[Prompt], Awaitable[bool]],
     near: Supply,
 ) -> tuple[Ticket, Sequence[StoredKey]]:
     """Wait for a ticket, and fetch blocks that are stored before the ticket is written.
@@ -757,7 +757,7 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
         budget: the time that the claim may wait for a silent or slow store, from `claim_budget`.
         deadline_s: seconds after which the call raises in any case.
         estimator: measures the answering time of the store.
-        bring: fetches the blocks of its argument, the beginning of `prompt`, and returns True if
+        fetch: fetches the blocks of its argument, the beginning of `prompt`, and returns True if
             all of them arrived.
         near: the connection to the prefill node that computes the prompt.
 
@@ -768,7 +768,7 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
         HandoffError: no ticket came in time, or the ticket cannot be used; the reason is a
             HandoffProblem.
     """
-    ahead = Ahead(prompt, bring)
+    ahead = Ahead(prompt, fetch)
     watch = Watch(
         tickets,
         ticket_id,

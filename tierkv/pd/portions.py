@@ -44,7 +44,7 @@ class Portions:
         self._source = source
         self._staging = staging
 
-    async def bring_or_end(
+    async def fetch_or_end(
         self, request: Request, budget: Budget, keys: Sequence[StoredKey] = ()
     ) -> GetOutcome | None:
         """Fetch the missing blocks of `request` from storage; end the request on any error.
@@ -58,18 +58,18 @@ class Portions:
             The outcome of the first block that did not arrive; None if all blocks arrived.
 
         Raises:
-            TierKVError: any error of `bring`.
+            TierKVError: any error of `fetch`.
         """
         try:
             keys = keys or self._scheduler.tiers.copies.prompt_keys(request.spec.prompt)
-            return await self.bring(request, budget, keys)
+            return await self.fetch(request, budget, keys)
         except BaseException:  # a load that failed, an abort, a cancel
             self._scheduler.end(request)
             raise
         finally:
-            self._scheduler.brought_all(request)
+            self._scheduler.note_fetch_ended(request)
 
-    async def bring(
+    async def fetch(
         self, request: Request, budget: Budget, keys: Sequence[StoredKey]
     ) -> GetOutcome | None:
         """Fetch the missing blocks of `request` from storage.
@@ -95,28 +95,28 @@ class Portions:
             keys = keys[: (request.spec.prompt.num_tokens - 1) // request.spec.prompt.block_size]
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[GetOutcome | None] = loop.create_future()
-        has_turn = asyncio.Event()
-        work = self._bring(request, budget, keys, has_turn, outcome)
+        has_slots = asyncio.Event()
+        work = self._fetch_portions(request, budget, keys, has_slots, outcome)
         self._scheduler.tiers.work.start(work, "tierkv-portions")
         try:
             async with budget.limit():
                 return await asyncio.shield(outcome)
         except TimeoutError:
-            return _LATE if has_turn.is_set() else NO_ROOM
+            return _LATE if has_slots.is_set() else NO_ROOM
         finally:
             outcome.cancel()
 
-    async def _bring(
+    async def _fetch_portions(
         self,
         request: Request,
         budget: Budget,
         keys: Sequence[StoredKey],
-        has_turn: asyncio.Event,
+        has_slots: asyncio.Event,
         outcome: asyncio.Future[GetOutcome | None],
     ) -> None:
         """Fetch portions until all blocks have arrived; set `outcome` to the problem, or to None.
 
-        Set `has_turn` once there are staging slots. Return after every copy into the request's
+        Set `has_slots` once there are staging slots. Return after every copy into the request's
         blocks has ended.
         """
         try:
@@ -129,7 +129,7 @@ class Portions:
                 if not portion or request.cached_tokens == request.spec.prompt.num_tokens:
                     break
                 async with self._staging.group(len(portion)) as group:
-                    has_turn.set()
+                    has_slots.set()
                     if not outcome.done():
                         problem = await self._portion(request, budget, portion, group, outcome)
             result: GetOutcome | Exception | None = problem
@@ -184,7 +184,7 @@ class Portions:
             request.loads = (*request.loads, movement)  # until it ends, its blocks stay here
             await movement.done()
             came = list(zip(found[:num_hits], keys, strict=False))
-            await self._scheduler.brought(
+            await self._scheduler.commit_fetched(
                 request,
                 at * request.spec.prompt.block_size + sum(key.num_tokens for _, key in came),
                 num_direct=sum(key.num_tokens for one, key in came if one.is_direct),

@@ -548,7 +548,7 @@ class Starts:
             self._running.use_of(spec.prompt.space),
         )
 
-    def brought(self, request: Request, num_tokens: int, *, num_direct: int) -> None:
+    def count_fetched(self, request: Request, num_tokens: int, *, num_direct: int) -> None:
         """Count tokens that came from storage after the start of their request.
 
         Args:
@@ -572,7 +572,7 @@ class Starts:
         if num_tokens == request.spec.prompt.num_tokens:
             request.missed, request.missed_since = "", None
 
-    def brought_all(self, request: Request) -> None:
+    def note_fetch_ended(self, request: Request) -> None:
         """Record that no more tokens will come from storage; those still absent count as missed."""
         if request.num_coming:
             self.stats.missed_tokens[request.missed] += request.num_coming
@@ -965,7 +965,7 @@ class Admissions:
 
     def _admit_waiting(self, max_turns: int) -> int:
         """Try to start up to `max_turns` waiting requests; return the number of attempts."""
-        self._bring_back()
+        self._unpark_ready()
         self._over_quota.clear()
         for num_turns in range(max_turns):
             if self.is_paused:
@@ -1030,7 +1030,7 @@ class Admissions:
         stop = spec.max_cached_tokens // spec.prompt.block_size
         return self._computing.possible_wait(match, spec.prompt, stop, now)
 
-    def _bring_back(self) -> None:
+    def _unpark_ready(self) -> None:
         for waiting in self._line.ready_again():
             self._come_back(waiting)
 

@@ -623,7 +623,7 @@ class _Fetch:
         try:
             self.deadline_at = self.budget.deadline_at
             async with asyncio.timeout_at(self.deadline_at) as self.scope:
-                await self._bring()
+                await self._match_and_fetch()
         except TimeoutError:
             is_over = True
             if not self.is_whole:
@@ -693,7 +693,7 @@ class _Fetch:
 
     # Lookup and transfer
 
-    async def _bring(self) -> None:
+    async def _match_and_fetch(self) -> None:
         keys, present = await self._match()
         self.matched_at = time.monotonic()
         tracing.record("match", self.began_at, self.matched_at)

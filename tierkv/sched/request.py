@@ -196,7 +196,7 @@ class Computing:
         if promise.num_waiting:
             self._on_progress()
 
-    def brought(self, promise: Promise, first: int) -> None:
+    def note_fetched(self, promise: Promise, first: int) -> None:
         """Record that the blocks before block `first` came from storage instead of being computed.
 
         From now on the engine's speed is measured over the remaining blocks.

@@ -367,7 +367,7 @@ class Scheduler:
         else:
             self._insert(request, prompt)
 
-    async def brought(self, request: Request, num_tokens: int, *, num_direct: int) -> None:
+    async def commit_fetched(self, request: Request, num_tokens: int, *, num_direct: int) -> None:
         """Commit prompt tokens that came from storage after the start of the request.
 
         Args:
@@ -381,16 +381,16 @@ class Scheduler:
         prompt, lease = request.spec.prompt, request.lease
         start = lease.num_blocks
         if request.promise is not None:
-            self.computing.brought(request.promise, num_tokens // prompt.block_size)
+            self.computing.note_fetched(request.promise, num_tokens // prompt.block_size)
         width, began = prompt.block_token_bytes // prompt.block_size, self.tiers.events.now()
         await self.commit(request, prompt.tokens[: num_tokens * width])
         first = min(start, lease.num_blocks)
         self.tiers.copies.note_stored(lease.node, first, lease.num_blocks, began)
-        self._starts.brought(request, num_tokens, num_direct=num_direct)
+        self._starts.count_fetched(request, num_tokens, num_direct=num_direct)
 
-    def brought_all(self, request: Request) -> None:
+    def note_fetch_ended(self, request: Request) -> None:
         """Record that no more of the prompt's tokens will come from storage."""
-        self._starts.brought_all(request)
+        self._starts.note_fetch_ended(request)
 
     async def _all_arrived(self, request: Request) -> None:
         for movement in request.loads:
@@ -542,7 +542,7 @@ class Scheduler:
 
     def _end(self, request: Request, state: RequestState, after: Sequence[Event]) -> None:
         request.check_running()
-        self.brought_all(request)  # tokens that were never fetched count as missed
+        self.note_fetch_ended(request)  # tokens that were never fetched count as missed
         request.state = state
         self._running.remove(request)
         events = (*request.written, *after)

@@ -166,11 +166,11 @@ class Session:
         scheduler = self._service.scheduler
         missing = request.spec.prompt.num_tokens - request.cached_tokens
         if not budget.restrict(missing, is_answered=True).is_asked:
-            scheduler.brought_all(request)
+            scheduler.note_fetch_ended(request)
             return request
         budget.arrived()
         try:
-            await self._service.portions.bring_or_end(request, budget)
+            await self._service.portions.fetch_or_end(request, budget)
         except DeviceFailedError:
             raise
         except TransferError as error:
