@@ -99,14 +99,14 @@ async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) 
         elif what == "aside" and rule.in_turn:
             chosen = rng.choice(rule.in_turn)
             promise = Promise(chosen.spec.prompt, 0, 9, 0.0, (Index(4).spaces.root, b""), 0)
-            line.stand_aside(chosen, PromiseWait(promise, 5, 100.0), 0.0, lambda: None)
+            line.park(chosen, PromiseWait(promise, 5, 100.0), 0.0, lambda: None)
             aside[chosen] = promise
             rule.in_turn.remove(chosen)
         elif what == "back" and aside:
             back, promise = rng.choice(list(aside.items()))
             promise.first = 5
             assert line.ready_again() == [back]
-            line.come_back(back)
+            line.unpark(back)
             del aside[back]
             rule.in_turn.append(back)
         assert line.findings() == []
@@ -190,14 +190,14 @@ async def test_however_often_it_waits_for_others_a_request_waits_as_long_as_at_f
     line.join(waits)
     for starts, patience_s, ends in ((0.0, 1.0, 1.0), (0.5, 0.2, 0.7), (0.6, 1.0, 1.0)):
         await asyncio.sleep(began + starts - loop.time())
-        line.come_back(waits)
+        line.unpark(waits)
         promise = Promise(waits.spec.prompt, 0, 9, 0.0, (Index(4).spaces.root, b""), 0)
         promises.append(promise)
         wait = PromiseWait(promise, 5, patience_s)
-        line.stand_aside(waits, wait, loop.time(), lambda: ups.append(loop.time() - began))
+        line.park(waits, wait, loop.time(), lambda: ups.append(loop.time() - began))
         assert waits.timer is not None
         assert waits.timer.when() == pytest.approx(began + ends)
     await asyncio.sleep(3.0)
     assert ups == [pytest.approx(1.0)], "waits that were left have ended with that"
-    line.come_back(waits)
+    line.unpark(waits)
     assert [promise.num_waiting for promise in promises] == [0, 0, 0], "nobody waits for them"

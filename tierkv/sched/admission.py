@@ -1004,7 +1004,7 @@ class Admissions:
             self._stats.shared_waits += waiting.give_up_at is None
             self._computing.waits()
             now = asyncio.get_running_loop().time()
-            self._line.stand_aside(waiting, wait, now, lambda: self._wait_is_up(waiting))
+            self._line.park(waiting, wait, now, lambda: self._wait_timed_out(waiting))
             return None
         if not waiting.uses_partial:
             match.partial = None
@@ -1032,17 +1032,17 @@ class Admissions:
 
     def _unpark_ready(self) -> None:
         for waiting in self._line.ready_again():
-            self._come_back(waiting)
+            self._unpark(waiting)
 
-    def _wait_is_up(self, waiting: Waiting) -> None:
-        self._come_back(waiting, is_up=True)
-        waiting.give_up_at = 0.0  # it does not wait again, but computes
+    def _wait_timed_out(self, waiting: Waiting) -> None:
+        self._unpark(waiting, has_timed_out=True)
+        waiting.give_up_at = 0.0  # no second wait: the request computes
         self.pump()
 
-    def _come_back(self, waiting: Waiting, *, is_up: bool = False) -> None:
-        wait = self._line.come_back(waiting)
-        assert wait is not None, "it stood aside"
-        was_worth_it = not is_up and wait.promise.first >= wait.stop
+    def _unpark(self, waiting: Waiting, *, has_timed_out: bool = False) -> None:
+        wait = self._line.unpark(waiting)
+        assert wait is not None, "the request was parked"
+        was_worth_it = not has_timed_out and wait.promise.first >= wait.stop
         self._stats.lost_waits += not was_worth_it
         waited_s = asyncio.get_running_loop().time() - waiting.parked_at
         self._computing.note_wait(wait, waited_s, was_worth_it=was_worth_it)

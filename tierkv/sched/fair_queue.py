@@ -113,7 +113,7 @@ class _Level:
 class WaitingLine:
     """The queue of waiting requests.
 
-    A request can stand aside while it waits for blocks that another request computes. Requests
+    A request can be parked while it waits for blocks that another request computes. Requests
     behind it are then admitted before it; afterwards it returns to its place in the queue. The time
     to find the next request grows with the number of spaces that have waiting requests, not with
     the number of requests.
@@ -127,7 +127,7 @@ class WaitingLine:
         self._num_ever = 0
         self._levels: dict[int, _Level] = {}  # the highest priority first
         self._served = 0  # largest number of blocks that a space had been given before an admission
-        self._aside: dict[Promise, list[tuple[int, int]]] = {}  # heaps of (block, number)
+        self._parked: dict[Promise, list[tuple[int, int]]] = {}  # heaps of (block, number)
         # Requests with fetched blocks, in order; None after a change of the queue.
         self._holding: list[Waiting] | None = None
 
@@ -142,8 +142,8 @@ class WaitingLine:
 
     @property
     def is_idle(self) -> bool:
-        """True only if no request waits, neither in the queue nor aside."""
-        return not self._line and not self._aside
+        """True only if no request waits, neither in the queue nor parked."""
+        return not self._line and not self._parked
 
     def find(self, request_id: str) -> Waiting | None:
         return self._by_id.get(request_id)
@@ -255,9 +255,9 @@ class WaitingLine:
         waiting = self._line.get(number)
         return waiting is not None and waiting.wait is None
 
-    # Standing aside
+    # Parking
 
-    def stand_aside(
+    def park(
         self, waiting: Waiting, wait: PromiseWait, now: float, on_timeout: Callable[[], None]
     ) -> None:
         """Let a request wait for another request's blocks; requests behind it can be admitted.
@@ -266,16 +266,16 @@ class WaitingLine:
             waiting: a request in the queue.
             wait: the blocks to wait for, and the time limit.
             now: seconds on the loop's clock.
-            on_timeout: called at the time limit, unless `come_back` was called before.
+            on_timeout: called at the time limit, unless `unpark` was called before.
         """
         waiting.park(wait, now, on_timeout)
-        heapq.heappush(self._aside.setdefault(wait.promise, []), (wait.stop, waiting.number))
+        heapq.heappush(self._parked.setdefault(wait.promise, []), (wait.stop, waiting.number))
 
-    def come_back(self, waiting: Waiting) -> PromiseWait | None:
-        """End the wait of a request that stands aside, and return it to its place in the queue.
+    def unpark(self, waiting: Waiting) -> PromiseWait | None:
+        """End the wait of a parked request, and return it to its place in the queue.
 
         Returns:
-            The wait; None if the request did not stand aside.
+            The wait; None if the request was not parked.
         """
         wait = waiting.unpark()
         if wait is not None:
@@ -283,20 +283,20 @@ class WaitingLine:
         return wait
 
     def ready_again(self) -> list[Waiting]:
-        """Return the requests aside whose wait can end.
+        """Return the parked requests whose wait can end.
 
         The blocks that they wait for are computed, or will never be. Each request is returned once;
-        the caller passes it to `come_back`.
+        the caller passes it to `unpark`.
         """
         found: list[Waiting] = []
-        for promise, heap in list(self._aside.items()):
+        for promise, heap in list(self._parked.items()):
             while heap and (promise.is_over or heap[0][0] <= promise.first):
                 waiting = self._line.get(heapq.heappop(heap)[1])
                 wait = waiting.wait if waiting is not None else None
                 if waiting is not None and wait is not None and wait.promise is promise:
                     found.append(waiting)
             if not heap:
-                del self._aside[promise]
+                del self._parked[promise]
         return found
 
     # Fetched blocks
