@@ -220,9 +220,9 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fingerprints", {})
-        self.begin_anew()
+        self.reset_fingerprints()
 
-    def begin_anew(self) -> None:
+    def reset_fingerprints(self) -> None:
         """Close all fingerprints except the service's own."""
         self.fingerprints.clear()
         self.fingerprints[""] = self.fingerprint
@@ -232,18 +232,18 @@ class Components:
     """The components of a service, built together. They do nothing outside `running()`.
 
     Args:
-        made_of: the values that the service is built from.
+        config: the values that the service is built from.
         mover: copies between device and host.
         host: the host slots.
         storage: the storage tier.
     """
 
     def __init__(
-        self, made_of: ServiceConfig, mover: Mover, host: HostSlots, storage: StorageTier
+        self, config: ServiceConfig, mover: Mover, host: HostSlots, storage: StorageTier
     ) -> None:
         self.mover = mover
         self._storage = storage
-        settings, handoff, fingerprint = made_of.settings, made_of.handoff, made_of.fingerprint
+        settings, handoff, fingerprint = config.settings, config.handoff, config.fingerprint
         self.tiers = self._tiers(settings, fingerprint)
         self.index = self.tiers.index
         storage.io.asking = self.tiers.events.asking
@@ -257,7 +257,7 @@ class Components:
         self.arrivals = Arrivals()
         self.tenants = Tenants(
             self.tiers,
-            made_of.fingerprints,
+            config.fingerprints,
             lambda name: self.scheduler.is_used_by(name) or self.arrivals.is_used_by(name),
             on_close=self.scheduler.forget_turns,
             max_tenants=settings.max_tenants,
@@ -265,7 +265,7 @@ class Components:
             eviction=(settings.device_eviction, settings.host_eviction),
         )
         self.lifecycle = Lifecycle(self.tiers, (settings.device_blocks, settings.host_slots))
-        self._hand_over(made_of, peers, stats)
+        self._hand_over(config, peers, stats)
 
     def _sources(
         self, handoff: HandoffSettings, host: HostSlots, stats: HandoffStats
@@ -298,21 +298,21 @@ class Components:
             block_bytes=fingerprint.layout.block_bytes,
         )
 
-    def _hand_over(self, made_of: ServiceConfig, peers: PeerSource, stats: HandoffStats) -> None:
-        settings, storage = made_of.handoff, self._storage.io
+    def _hand_over(self, config: ServiceConfig, peers: PeerSource, stats: HandoffStats) -> None:
+        settings, storage = config.handoff, self._storage.io
         values = SmallValues(storage.store, self._storage.options.small)
         lease = ProducerLease(storage, values, lease_s=settings.producer_lease_s)
         tickets = Tickets(
             storage,
             values,
             self.tiers,
-            made_of.fingerprints,
+            config.fingerprints,
             lease=lease,
             ticket_ttl_s=settings.ticket_ttl_s,
             claimed_ttl_s=settings.claimed_ttl_s,
-            name=made_of.name,
+            name=config.name,
         )
-        staging = Staging(first_slot=made_of.settings.host_slots)
+        staging = Staging(first_slot=config.settings.host_slots)
         self.handoff = Handoff(
             self.tiers,
             storage,
@@ -331,7 +331,7 @@ class Components:
             source=peers,
             portions=self.portions,
             estimator=self.estimator,
-            fetch_deadline_s=made_of.settings.fetch_deadline_s,
+            fetch_deadline_s=config.settings.fetch_deadline_s,
             stats=stats,
         )
 
@@ -367,7 +367,7 @@ class Components:
         return observe.stats(self.scheduler, self.mover, self.tiers.copies.storage, self.handoff)
 
 
-def check(made_of: ServiceConfig) -> RankedDevice | None:
+def check(config: ServiceConfig) -> RankedDevice | None:
     """Check that the layout has the block size of the settings, and the device their ranks.
 
     Returns:
@@ -376,13 +376,13 @@ def check(made_of: ServiceConfig) -> RankedDevice | None:
     Raises:
         ConfigError: block size or number of ranks differ.
     """
-    settings = made_of.settings
-    if made_of.fingerprint.layout.block_size != settings.block_size:
+    settings = config.settings
+    if config.fingerprint.layout.block_size != settings.block_size:
         raise ConfigError(
-            f"the layout has blocks of {made_of.fingerprint.layout.block_size} tokens, but "
+            f"the layout has blocks of {config.fingerprint.layout.block_size} tokens, but "
             f"cache.block_size is {settings.block_size}: make them equal"
         )
-    ranks = made_of.device if isinstance(made_of.device, RankedDevice) else None
+    ranks = config.device if isinstance(config.device, RankedDevice) else None
     num_ranks = len(ranks.devices) if ranks is not None else 1
     if num_ranks != settings.tensor_parallel:
         raise ConfigError(
@@ -394,12 +394,12 @@ def check(made_of: ServiceConfig) -> RankedDevice | None:
 
 @asynccontextmanager
 async def opened(
-    made_of: ServiceConfig, memory: Memory, storage: StorageTier
+    config: ServiceConfig, memory: Memory, storage: StorageTier
 ) -> AsyncIterator[Components]:
     """Open the components; at the end of the body wait for every copy, and check for leaks.
 
     Args:
-        made_of: the values that the service is built from.
+        config: the values that the service is built from.
         memory: the memory of device and host, which this function allocates.
         storage: the storage tier, which this function opens.
 
@@ -410,23 +410,23 @@ async def opened(
         ConfigError: the values do not fit together, or there is too little memory.
         InvariantError: at the end, a lease or slot was not released.
     """
-    settings, ranks = made_of.settings, check(made_of)
-    device = made_of.device
+    settings, ranks = config.settings, check(config)
+    device = config.device
     slicing = device if isinstance(device, SharedCpuDevice) else ranks
     host_slots = settings.host_slots + STAGING_BLOCKS
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(memory.running(settings.device_blocks, host_slots))
-        mover = Mover(made_of.device, memory.planes, memory.host)
+        mover = Mover(config.device, memory.planes, memory.host)
         await stack.enter_async_context(mover.running())
         await stack.enter_async_context(memory.open_to_changes())
         storing = storage.running(
-            Names(made_of.handoff.prefix, made_of.fingerprint.short),
-            made_of.fingerprint.layout,
+            Names(config.handoff.prefix, config.fingerprint.short),
+            config.fingerprint.layout,
             memory.host,
             slicing.slices(memory.host) if slicing is not None else (),
-            block_ttl_s=made_of.handoff.block_ttl_s,
+            block_ttl_s=config.handoff.block_ttl_s,
         )
         await stack.enter_async_context(storing)
-        parts = Components(made_of, mover, memory.host, storage)
+        parts = Components(config, mover, memory.host, storage)
         await stack.enter_async_context(parts.running())
         yield parts

@@ -212,11 +212,11 @@ class Service:
         other_groups: Sequence[tuple[Fingerprint, int]] = (),
         kv_events: EventsSection | None = None,
     ) -> None:
-        made_of = ServiceConfig(device, fingerprint, settings, handoff, name)
-        self.ranks = check(made_of)
+        config = ServiceConfig(device, fingerprint, settings, handoff, name)
+        self.ranks = check(config)
         self.fingerprint, self.settings, self.device = fingerprint, settings, device
-        self._made_of = made_of
-        self._fingerprints = made_of.fingerprints
+        self._config = config
+        self._fingerprints = config.fingerprints
         self._memory = Memory(device, fingerprint.layout)
         self._storage_tier = StorageTier(store, storage or StorageOptions(), self._storage_changed)
         self.groups: Sequence[GroupMemory] = ()
@@ -241,17 +241,17 @@ class Service:
         """
         self.is_draining = False
         self.failure = None
-        self._made_of.begin_anew()
+        self._config.reset_fingerprints()
         with failures_reported_to(self._failed):
             async with self._running():
                 yield
-        log.info("service %s closed", self._made_of.name)
+        log.info("service %s closed", self._config.name)
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         async with (
             self._groups(),
-            opened(self._made_of, self._memory, self._storage_tier) as parts,
+            opened(self._config, self._memory, self._storage_tier) as parts,
         ):
             self._adopt(parts)
             try:
@@ -266,7 +266,7 @@ class Service:
 
     @asynccontextmanager
     async def _groups(self) -> AsyncIterator[None]:
-        settings = self._made_of.handoff
+        settings = self._config.handoff
         async with AsyncExitStack() as stack:
             groups = []
             for fingerprint, count in self._other_groups:
@@ -289,7 +289,7 @@ class Service:
     def _failed(self, task: str, error: BaseException) -> None:
         log.critical(
             "service %s has failed and closes: task %s ended with %r",
-            self._made_of.name,
+            self._config.name,
             task,
             error,
             exc_info=error,
@@ -320,7 +320,7 @@ class Service:
 
     @property
     def handoff_settings(self) -> HandoffSettings:
-        return self._made_of.handoff
+        return self._config.handoff
 
     def drain(self) -> None:
         """Refuse new requests, so that `running()` can end once the running requests have ended."""
@@ -490,7 +490,7 @@ class Service:
 
     def stored_under(self, space: str = "") -> str:
         """Return the prefix of the names of a space's stored blocks, for `tierkv storage`."""
-        return f"{self._made_of.handoff.prefix}:{space or self.fingerprint.short}"
+        return f"{self._config.handoff.prefix}:{space or self.fingerprint.short}"
 
     async def resize(self, tier: Tier, capacity: int) -> None:
         """Set the number of usable slots of a tier.
@@ -546,7 +546,7 @@ class Service:
         self.tiers.retire()
         for blocks in self.flat_blocks:
             blocks.retire()
-        deadline_s = self._made_of.handoff.publish_deadline_s
+        deadline_s = self._config.handoff.publish_deadline_s
         try:
             async with self._storage_tier.deletions.deleting(deadline_s):
                 removed = await self._remove_stored()
@@ -561,7 +561,7 @@ class Service:
         ours = {one.short for one in self._fingerprints.values()} | self.tenants.closed
         ours.update(group.io.names.fingerprint for group in self.groups)
 
-        prefix = f"{self._made_of.handoff.prefix}:"
+        prefix = f"{self._config.handoff.prefix}:"
 
         def is_ours(value: StoredValue) -> bool:
             return value.name.removeprefix(prefix).partition(":")[0] in ours
@@ -782,7 +782,7 @@ class Service:
 
     def _question(self) -> Budget:
         """Return a new time budget for a lookup in storage that belongs to no request."""
-        return Budget(self._made_of.handoff.lookup_deadline_s)
+        return Budget(self._config.handoff.lookup_deadline_s)
 
     async def lookup(self, prompt: Prompt) -> Lookup:
         """Return how many of the prompt's tokens are on each tier now.
