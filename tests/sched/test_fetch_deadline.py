@@ -181,3 +181,16 @@ async def test_a_wait_that_is_just_being_given_up_is_not_made_longer() -> None:
     with pytest.raises(TimeoutError):
         await given_up()
     assert asyncio.get_running_loop().time() == pytest.approx(began + 0.5)
+
+
+@simulated
+async def test_a_tier_that_has_nothing_is_not_asked_where_the_answer_takes_long() -> None:
+    known = estimator(2.0, 0.3, 0.3)
+    assert known.judge(1000, 0.0).wait_s > 0
+    for _ in range(20):
+        known.tier.note_answer(0.3, has_found=False)
+    assert known.judge(1000, 0.0).wait_s == 0
+    quick = estimator(2.0, 0.001, 0.3)
+    for _ in range(20):
+        quick.tier.note_answer(0.001, has_found=False)
+    assert quick.judge(1000, 0.0).wait_s > 0

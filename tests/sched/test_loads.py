@@ -407,3 +407,21 @@ async def test_nothing_is_loaded_where_what_others_hold_leaves_no_room() -> None
         await finish(here.service.scheduler.load_ahead(here.prompt(tokens(16))))
         assert here.latch.count(LOAD) == 0
         await here.ended(busy)
+
+
+@pytest.mark.parametrize(("cached", "shared"), [(18, 14), (4, 3)], ids=["with others", "alone"])
+async def test_the_block_that_is_matched_in_part_stays_until_it_has_been_copied(
+    cached: int, shared: int
+) -> None:
+    async with with_host_copies(tokens(cached)) as here:
+        here.latch.hold(Direction.LOAD)
+        request = await here.admit([*tokens(shared), 900])
+        await here.latch.until_held()
+        here.service.reset()
+        assert here.service.stats().host.used == shared // 4 + 1, "and the one shared in part"
+        here.latch.release()
+        await finish(request.gate.all_layers(100.0))
+        here.check_kv(request, tokens(shared), shared)
+        await here.ended(request)
+        here.service.reset()
+        assert here.service.stats().host.used == 0

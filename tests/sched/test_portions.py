@@ -255,3 +255,13 @@ async def test_a_prompt_longer_than_a_tenants_host_quota_is_stored_as_far_as_tha
         )
         await finish(here.service.scheduler.commit(request, pack(IDS)))
         await here.ended(request)
+
+
+async def test_what_the_fetch_before_took_is_part_of_the_deadline_of_its_portions() -> None:
+    """The question, two blocks and four portions: six times 0.2 s, of which 1 s has room."""
+    async with small_host(FetchPolicy.DEADLINE, 1.0) as node:
+        node.the_store.delay_s = 0.2
+        request = await node.admit(LONG)
+        assert request.cached_tokens < 396
+        node.the_store.delay_s = 0.0
+        await use(node, LONG, request)

@@ -11,6 +11,7 @@ from tests.sched.test_fetch import filled
 from tests.sessions import resume_request
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.errors import (
@@ -18,6 +19,7 @@ from tierkv.errors import (
     OwnershipError,
     RequestAbortedError,
 )
+from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request, RequestState
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
@@ -134,3 +136,34 @@ async def test_another_store_is_not_believed_to_have_what_the_one_before_had() -
         await on.run(tokens(16))
         await on.settle()
         assert await other.exists(names) == 4
+
+
+async def test_one_that_is_abandoned_while_it_comes_back_leaves_nothing_running() -> None:
+    async with world(device_blocks=4, host_write=NONE) as on:
+        request = await preempted(on, tokens(8))
+        other = await on.admit(tokens(16, 100))
+        comes_back = asyncio.ensure_future(resume_request(on.service, request, max_new_tokens=0))
+        await turns(5)
+        on.service.scheduler.abandon(request)
+        on.service.scheduler.end(other)
+        with pytest.raises(OwnershipError):
+            await finish(comes_back)
+        assert on.service.stats().running_requests == 0
+        await on.settle()
+
+
+async def test_a_tail_is_not_cached_if_the_blocks_above_it_are_on_their_way_for_another() -> None:
+    async with world(device_blocks=16, host_write=THROUGH) as on:
+        await on.run(tokens(16))
+        await on.service.resize(Tier.DEVICE, 1)
+        await on.service.resize(Tier.DEVICE, 16)
+        on.latch.hold(Direction.LOAD)
+        loads = await on.admit([*tokens(16), 99])
+        alone = await on.admit(tokens(18), uses_cache=False)
+        on.compute(alone, tokens(18))
+        await on.service.scheduler.commit(alone, pack(tokens(18)))
+        on.service.scheduler.end(alone)
+        assert on.service.verify() == []
+        on.latch.release()
+        await on.prefill(loads, [*tokens(16), 99])
+        await on.ended(loads)
