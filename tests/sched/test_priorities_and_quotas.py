@@ -281,3 +281,28 @@ async def test_the_only_one_that_runs_does_not_wait_for_pins_to_grow() -> None:
         with pytest.raises(OutOfBlocksError):
             await finish(on.service.scheduler.growth.extend(request, 4))
         await on.ended(request)
+
+
+async def test_one_whose_quota_is_raised_while_it_grows_waits_for_the_device_like_any_other() -> (
+    None
+):
+    async with world(device_blocks=8, host_write=NONE) as on:
+        acme = on.service.open_fingerprint(ACME, quota=(3, None))
+        one = await finish(admit(on, tokens(8), "one", space=acme))
+        two = await finish(admit(on, tokens(4, 100), "two", space=acme))
+        other = await finish(admit(on, tokens(16, 200), "other"))
+        async with asyncio.TaskGroup() as group:
+            grows = group.create_task(on.service.scheduler.growth.extend(one, 4))
+            await turns(5)
+            small = await finish(admit(on, tokens(4, 300), "small"))  # the last free block
+            on.service.set_quota(acme, (None, None))
+            await turns(5)
+            late = group.create_task(admit(on, tokens(4, 400), "late"))
+            await turns(5)
+            on.service.scheduler.end(small)
+            await finish(grows)
+            assert not late.done(), "the block was for the one that grows"
+            on.service.scheduler.end(other)
+        for request in (one, two, late.result()):
+            on.service.scheduler.end(request)
+        await on.settle()

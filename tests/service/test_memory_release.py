@@ -101,6 +101,26 @@ async def test_a_service_that_ended_has_given_everything_back(
     assert device.num_held == 0
 
 
+async def test_a_service_that_is_cancelled_as_it_opens_waits_for_its_memory_and_frees_it(
+    device: Counting, latch: CopyLatch
+) -> None:
+    async def live() -> None:
+        async with node(device, latch):
+            raise AssertionError("it was cancelled before")
+
+    device.may_allocate.clear()
+    opens = asyncio.ensure_future(live())
+    await asyncio.sleep(0.01)
+    opens.cancel()
+    await asyncio.sleep(0.01)
+    assert not opens.done()
+    device.may_allocate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await finish(opens)
+    assert len(device.given) == 2
+    assert device.num_held == 0
+
+
 async def test_asleep_the_devices_memory_is_gone_and_awake_it_is_other_memory(
     device: Counting, latch: CopyLatch
 ) -> None:
