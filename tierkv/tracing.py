@@ -141,11 +141,11 @@ def serving(name: str, headers: Mapping[str, str]) -> Iterator[Any]:
 
 def headers() -> dict[str, str]:
     """Return the HTTP headers that name the current span to a server; {} if there is no span."""
-    parent = here()
+    parent = traceparent()
     return {_PARENT: parent} if parent else {}
 
 
-def here() -> str:
+def traceparent() -> str:
     """Return the current span as the value of a `traceparent` header; "" if there is no span."""
     if "opentelemetry.trace" not in sys.modules:
         return ""
@@ -213,7 +213,7 @@ def context() -> contextvars.Context | None:
     if _tracer is None:
         return None
     found = contextvars.copy_context()
-    if here():
+    if traceparent():
         found.run(_has_caller.set, True)  # noqa: FBT003 - a variable's only argument
     return found
 

@@ -430,9 +430,9 @@ def test_the_gateways_page_shows_nodes_hand_offs_and_failovers(
         assert page.page.evaluate("document.querySelectorAll('.nodes tbody tr').length") == 2
         lines_of_a_role = page.page.evaluate(
             """() => {
-                const row = document.querySelector(".nodes .word").closest("tr");
+                const row = document.querySelector(".nodes .reason").closest("tr");
                 const role = document.createRange();
-                row.querySelector(".word").textContent = " it cannot be reached".repeat(20);
+                row.querySelector(".reason").textContent = " it cannot be reached".repeat(20);
                 role.selectNodeContents(row.children[1]);
                 return role.getClientRects().length;
             }"""

@@ -136,19 +136,19 @@ class Answering:
 
     Attributes:
         job: The request to the engine.
-        made: The complete answer; None until this call, or an earlier call with the same id, has
+        final: The complete answer; None until this call, or an earlier call with the same id, has
             computed it.
         response: The stream on which the answer was sent; None if the answer is not streamed.
     """
 
     job: GenerateRequest
-    made: GenerateAnswer | None = None
+    final: GenerateAnswer | None = None
     response: web.StreamResponse | None = None
 
     @property
     def result(self) -> web.StreamResponse | GenerateAnswer:
         """The stream on which the answer was sent, or the answer if it is not streamed."""
-        found = self.response or self.made
+        found = self.response or self.final
         assert found is not None, "the body of `with` makes it"
         return found
 
@@ -179,8 +179,8 @@ async def streaming(
         try:
             async with stream.scope:
                 yield
-            if answer.made is not None:  # a repeated call sends all tokens at once
-                stream.add_all(answer.made)
+            if answer.final is not None:  # a repeated call sends all tokens at once
+                stream.add_all(answer.final)
         except Exception as error:  # noqa: BLE001 - an unexpected error is logged
             failure = error
         finally:
@@ -188,7 +188,7 @@ async def streaming(
     if stream.connection_error is not None:
         raise stream.connection_error
     if failure is None:
-        answer.response = await stream.done(answer.made)
+        answer.response = await stream.done(answer.final)
     elif stream.response is None:
         raise failure
     else:
@@ -244,10 +244,10 @@ class WorkRoutes(Routes):
                 request, "generate", body, body.max_tokens, uses_cache=body.use_cache
             )
         async with self._answering(request, asked, streams=body.stream) as answer:
-            if answer.made is None:
+            if answer.final is None:
                 generation = await self._node.engine.generate(answer.job)
                 self._metrics.observe("generate", generation)
-                answer.made = self._answer_of(asked, generation)
+                answer.final = self._answer_of(asked, generation)
         return answer.result
 
     @Route(
@@ -262,14 +262,14 @@ class WorkRoutes(Routes):
             ticket_id = asked.request_id if body.ticket_id is None else body.ticket_id
             ticket_name = self._ticket_name(request, ticket_id)
         async with self._answering(request, asked, streams=body.stream) as answer:
-            if answer.made is None:
+            if answer.final is None:
                 with self._metrics.handing("publish"):
                     prefilled = await self._node.engine.prefill(
                         answer.job, ticket_name, waits_for=body.wait
                     )
                 self._metrics.observe("prefill", prefilled.generation)
                 block_size = self._node.settings.cache.block_size
-                answer.made = PrefillAnswer.of_prefill(
+                answer.final = PrefillAnswer.of_prefill(
                     self._answer_of(asked, prefilled.generation), prefilled, ticket_id, block_size
                 )
         return answer.result
@@ -283,13 +283,13 @@ class WorkRoutes(Routes):
             asked = self._asked(request, "decode", body, body.max_tokens)
             ticket_name = self._ticket_name(request, body.ticket_id)
         async with self._answering(request, asked, streams=body.stream) as answer:
-            if answer.made is None:
+            if answer.final is None:
                 with self._metrics.handing("claim"):
                     generation, ticket = await self._node.engine.decode(
                         answer.job, ticket_name, policy=body.policy, deadline_s=body.deadline_s
                     )
                 self._metrics.observe("decode", generation)
-                answer.made = DecodeAnswer.of_ticket(
+                answer.final = DecodeAnswer.of_ticket(
                     self._answer_of(asked, generation), body.ticket_id, ticket
                 )
         return answer.result
@@ -353,10 +353,10 @@ class WorkRoutes(Routes):
             self._node.work(),
             self._node.answers.call(key, asked.content, stays_open=False) as call,
         ):
-            answer.made = call.result
+            answer.final = call.result
             yield answer
-            call.result = answer.made
-            self._keep_turn(asked, answer.made)
+            call.result = answer.final
+            self._keep_turn(asked, answer.final)
 
     def _answer_of(self, asked: _Asked, generation: Generation) -> GenerateAnswer:
         return GenerateAnswer.of(asked.request_id, generation, self._node.spec.tokenizer)

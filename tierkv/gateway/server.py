@@ -340,11 +340,11 @@ class GatewayLiveRoutes:
                         "url": masked_url(node.url),
                         "role": node.role.value,
                         "state": states[node.url][0].value,
-                        "word": states[node.url][1],
+                        "reason": states[node.url][1],
                         "running": node.running,
                         "outstanding_tokens": node.outstanding_tokens,
                         "failures": node.num_failures,
-                        "lives": node.num_recoveries,
+                        "recoveries": node.num_recoveries,
                     }
                     for node in gateway.backend.nodes.all
                 ],

@@ -530,7 +530,7 @@ class Tickets:
             **fields,
             first_tokens=tuple(first_tokens),
             sampling=dict(sampling or {}),
-            trace=tracing.here(),
+            trace=tracing.traceparent(),
         )
 
     def new_open(

@@ -454,8 +454,8 @@ function nodes() {
     const at = [...body.querySelectorAll("a")].indexOf(document.activeElement);
     body.replaceChildren(...lines.map(([node, failed]) => {
       const link = /^https?:/.test(node.url) ? el("a", { href: node.url, rel: "noreferrer" }, node.url) : node.url;
-      const told = [link, node.role, el("span", {}, el("span", { "data-is": node.word && node.state === "ready" ? "degraded" : words[node.state] }, node.state.replace("_", " ")), node.word ? el("span", { class: "word" }, ` ${node.word}`) : ""),
-        count(node.running), count(node.outstanding_tokens), count(node.failures), plural(node.lives, "time"), count(failed)];
+      const told = [link, node.role, el("span", {}, el("span", { "data-is": node.reason && node.state === "ready" ? "degraded" : words[node.state] }, node.state.replace("_", " ")), node.reason ? el("span", { class: "reason" }, ` ${node.reason}`) : ""),
+        count(node.running), count(node.outstanding_tokens), count(node.failures), plural(node.recoveries, "time"), count(failed)];
       return el("tr", {}, ...told.map((cell, i) => el("td", { class: i > 2 ? "n" : "", "data-head": heads[i] }, cell)));
     }));
     if (at >= 0) body.querySelectorAll("a")[at]?.focus({ preventScroll: true });
