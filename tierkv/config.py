@@ -306,7 +306,7 @@ def suggestion(unknown: str, known: Sequence[str]) -> str:
 def _use_new_names(
     kind: object, table: dict[str, Any], where: str, prefix: str = ""
 ) -> list[tuple[str, str]]:
-    """Rename the old names of settings in `table`; return each pair of old and new name."""
+    """Rename old settings in `table`; return old and new name of each, as "table.key"."""
     found = []
     for old, new in _NEW_NAMES.get(kind, {}).items():
         if old in table:

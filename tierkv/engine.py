@@ -96,7 +96,7 @@ class Sampling:
         }
 
     def unusual(self, names: Sequence[str]) -> list[str]:
-        """Return the names in `names` whose fields differ from their defaults."""
+        """Return the names in `names` of parameters that differ from their defaults."""
         usual = Sampling.__dataclass_fields__
         return [name for name in names if self._value(name) != usual[name].default]
 
@@ -355,8 +355,8 @@ class NodeEngine(Protocol):
         """Claim a published prompt, and generate the same tokens as `generate` would.
 
         Args:
-            job: the request. A ticket whose first tokens were sampled with other parameters is
-                refused.
+            job: the request. A ticket is refused if its first tokens were sampled with other
+                parameters.
             ticket_id: the id under which a prefill node publishes the prompt.
             policy: which part of the prompt the engine may compute if it cannot be fetched.
             deadline_s: seconds to wait for the ticket; None for the setting `claim_deadline_s`.

@@ -57,7 +57,7 @@ class ModelRun:
         job: the request.
         prompt: token ids of the prompt, int32.
         tokens: tokens of the answer so far, including those that came with a ticket.
-        num_fed: number of leading tokens of prompt and answer whose KV is cached or computed.
+        num_fed: number of leading tokens of prompt and answer with cached or computed KV.
         room: number of tokens for which the request has blocks.
         cached_tokens: number of prompt tokens that were cached at the admission.
         is_loaded: True once the engine has waited for the loads of cached tokens in all layers.
@@ -66,14 +66,16 @@ class ModelRun:
             raised.
         end_tokens: tokens that end the answer; empty if the job ignores them.
         call_s: seconds that the last call of the model took; None if the call waited for loads.
-        chosen_logprobs: log probabilities of the token that the last call chose; None for none.
-        started, admitted: times of the call and of the admission, in seconds of `time.monotonic()`.
-        first_token: time of the first computed token on the same clock; None before that.
+        chosen_logprobs: log probabilities of the token that the last call of the model chose; None
+            if the job asks for none.
+        started: time at which the engine received the job, in seconds of `time.monotonic()`.
+        admitted: time of the last admission or recovery, on the same clock.
+        first_token: time of the first computed token, on the same clock; None before that.
 
     Args:
         session: the session of the request.
         job: the request.
-        started: time of the call, in seconds of `time.monotonic()`.
+        started: time at which the engine received the job, in seconds of `time.monotonic()`.
         tokenizer: the tokenizer of the model.
     """
 
@@ -148,7 +150,7 @@ class ModelRun:
         )
 
     def _search_earlier_tokens(self) -> None:
-        """Search the tokens that were generated before this run for stop texts."""
+        """Search the tokens from the ticket and from before a preemption for stop texts."""
         if self.job.stops:
             self._text = self._new_text()
             for token in self._earlier_tokens:
@@ -161,7 +163,7 @@ class ModelRun:
 
     @property
     def fed(self) -> bytes:
-        """All tokens whose KV is in the blocks, as little-endian int32 bytes."""
+        """All tokens with KV in the blocks, as little-endian int32 bytes."""
         return (self.job.tokens + pack(self.tokens))[: self.num_fed * TOKEN_BYTES]
 
     def next_chunk(self, size: int) -> Tokens1D:

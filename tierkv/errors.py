@@ -68,7 +68,7 @@ class TransferError(TierKVError):
     """A copy of blocks failed: compute the tokens of the blocks that the error names.
 
     Attributes:
-        blocks: ids of device blocks whose content is not valid; empty if they are unknown.
+        blocks: ids of device blocks with invalid content; empty if they are unknown.
     """
 
     def __init__(self, message: str, *, blocks: tuple[int, ...] = ()) -> None:

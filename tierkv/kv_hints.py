@@ -38,7 +38,7 @@ class KvHints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Action(Protocol):
-    """An action of an envelope, as a type of tierkv, vLLM or SGLang."""
+    """The part of an action that is read; the types of tierkv, vLLM and SGLang have it."""
 
     @property
     def action_type(self) -> str: ...
@@ -48,7 +48,7 @@ class Action(Protocol):
 
 
 class Envelope(Protocol):
-    """An envelope, as a type of tierkv, vLLM or SGLang."""
+    """The part of an envelope that is read; the types of tierkv, vLLM and SGLang have it."""
 
     @property
     def protocol_version(self) -> str: ...

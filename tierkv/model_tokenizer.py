@@ -49,7 +49,7 @@ _WORDS = {
     "qwen2": _LATER_WORDS.replace("DIGITS", r"\p{N}"),
     "smollm": _GPT2_WORDS,
 }
-_CONTEXT_TOKENS = 6  # prompt tokens decoded with the answer, whose first word may begin there
+_CONTEXT_TOKENS = 6  # prompt tokens decoded with the answer: its first word may begin there
 _MAX_HELD_TOKENS = 16  # tokens that may wait for a whole character, which has up to 4 bytes
 
 

@@ -112,7 +112,7 @@ class Timeline:
         missed: the reason why a part of the prompt was not cached, one of `admission.MISS_REASONS`;
             "" if all of it was.
         missed_since: the event that removed the first missing block; None if unknown.
-        new_tokens: number of answer tokens whose KV was committed to the cache.
+        new_tokens: number of answer tokens with KV that was committed to the cache.
         problem: the reason why the request was not admitted; "" if it was.
         session_id: id of the session (conversation) that the request is a turn of; "" for none.
     """
@@ -266,18 +266,18 @@ _MIN_SHARE = 1 / 300  # share of all blocks; smaller runs are too narrow to be d
 
 
 async def prefixes(index: Index) -> tuple[list[Prefix], int]:
-    """Return the runs of the tree of cached blocks that have enough blocks to be drawn.
+    """Return the runs of the tree of cached blocks that are large enough to be drawn.
 
-    A run is left out if, with all runs below it, it has less than 1/300 of all blocks, or if 12 or
-    more runs are above it. The event loop runs other tasks in between, so the result may be partly
-    from before a change and partly from after it.
+    At most 50,000 runs are read. A run is left out if, with all runs below it, it has less than
+    1/300 of all blocks, or if 12 or more runs are above it. The event loop runs other tasks in
+    between, so the result may be partly from before a change and partly from after it.
 
     Args:
         index: the index of all blocks.
 
     Returns:
-        The runs, each after its parent, and the number of runs that were read before any were left
-            out, at most 50,000.
+        The runs, each after its parent, and the number of runs that were read, including those left
+            out.
     """
     found: list[Prefix] = []
     pending = [(child, -1, 0) for root in index.spaces.roots() for child in root.children.values()]

@@ -28,7 +28,7 @@ class Threads(ThreadPoolExecutor):
         name: prefix of the threads' names.
 
     Raises:
-        ConfigError: the system cannot start so many threads.
+        ConfigError: the system cannot start all of the threads.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -136,7 +136,7 @@ async def start_threads() -> None:
     """Start the threads of `aside`, and those with which uvloop looks up host names.
 
     Raises:
-        ConfigError: the system cannot start so many threads.
+        ConfigError: the system cannot start all of the threads.
     """
     # libuv ends the process if it cannot start its threads, so a pool of as many is tried before.
     trial = Threads(_NUM_OF_LIBUV, "tierkv-lookups")

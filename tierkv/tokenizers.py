@@ -23,7 +23,10 @@ class TextDecoder(Protocol):
         ...
 
     def rest(self) -> str:
-        """Return the text of an incomplete character. Call it after the last token."""
+        """Return the text that `feed` has not returned yet. Call it after the last token.
+
+        Bytes of an incomplete character become U+FFFD.
+        """
         ...
 
 
@@ -258,7 +261,7 @@ class _ByteDecoder:
 
 
 class TokensOnly:
-    """The `Tokenizer` of a model whose vocabulary is unknown: prompts and answers are tokens only.
+    """The `Tokenizer` of a model with an unknown vocabulary: all prompts and answers are tokens.
 
     Args:
         vocab_size: number of tokens.

@@ -351,7 +351,7 @@ class WorkerThreads:
         futures: set[asyncio.Future[T]],
         on_cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until all calls have ended; a cancel withdraws calls that no thread has begun."""
+        """Wait for `calls` by their asyncio `futures`; a cancel withdraws calls not yet begun."""
 
         def withdraw() -> None:
             on_cancel()

@@ -40,8 +40,9 @@ FIELDS_BYTES = _FIELDS.size
 CHECKSUM_BYTES = 16
 HEADER_BYTES = FIELDS_BYTES + CHECKSUM_BYTES
 _PAYLOAD_CODEC = slice(60, 64)
-# Sizes in bytes of payloads whose header may be computed when the value is sent, possibly on the
-# event loop: SET is then 1.0 to 1.16 times as fast as with headers that threads compute before.
+# Smallest and largest payloads, in bytes, with a header that may be computed when the value is
+# sent, possibly on the event loop: SET is then 1.0 to 1.16 times as fast as with headers that
+# threads compute before.
 # Payloads of 64 KiB would delay the loop by 4 ms instead of 2.5 ms; 8 MiB block it for 0.3 ms.
 _MIN_LATE_BYTES, _MAX_LATE_BYTES = 256 << 10, 8 << 20
 
@@ -185,8 +186,8 @@ class Codec(ABC):
             identity: layout, key and number of tokens, for the header.
 
         Returns:
-            The header of a value whose stored payload is `payload` itself. Calling it computes its
-                bytes. None if this would block the event loop for too long or gains nothing; use
+            The header, to be stored with `payload` itself. Calling the header computes its bytes.
+                None if this would block the event loop for too long or gains nothing; use
                 `encode` then.
         """
         return None
@@ -195,7 +196,8 @@ class Codec(ABC):
         """Return a checksum to update with a value's bytes as they arrive, for use by `decode`.
 
         Args:
-            header: the buffer into which the value's header is read.
+            header: the buffer that receives the value's header. The checksum reads it after the
+                header's bytes have arrived.
 
         Returns:
             The checksum; None if updating it would block the event loop for too long.
@@ -220,8 +222,8 @@ class Codec(ABC):
             identity: the block that the value must contain.
             digest: a result of `digest` that has received all bytes of the value; None to compute
                 the checksum here.
-            num_bytes: number of bytes of the value in `room`; None if `room` contains nothing else.
-                Below 0 if the value is shorter than its header.
+            num_bytes: number of the value's bytes in `room`, negative if the value is shorter than
+                its header; None if the value fills `room`.
 
         Raises:
             DamagedValueError: a bit of header or payload differs from what was encoded, or the
@@ -251,9 +253,8 @@ class Codec(ABC):
             identity: the block that the value must contain.
             digest: a result of `digest` that has received all bytes of the value; None to compute
                 the checksum here.
-            num_bytes: number of bytes that the value has after its header, if `stored` may be
-                shorter; below 0 if the value is shorter than its header. None for the size of
-                `stored`.
+            num_bytes: length of the value without its header, in bytes; negative if the value is
+                shorter than its header. None for the length of `stored`.
 
         Raises:
             DamagedValueError: a bit of the value differs from what was encoded, or no payload codec
@@ -308,7 +309,8 @@ class PlainDigest:
         """Begin a checksum.
 
         Args:
-            header: the buffer into which the value's header is read.
+            header: the buffer that receives the value's header. The checksum reads it after the
+                header's bytes have arrived.
         """
         self._header = memoryview(header)
         self._header_left = HEADER_BYTES

@@ -66,7 +66,7 @@ def _path_of(name: str) -> tuple[str, ...]:
 
 
 def name_of(path: tuple[str, ...]) -> str | None:
-    """Return the name whose `relative_path` is `path`; None if there is no such name."""
+    """Return the name for which `relative_path` returns `path`; None if there is none."""
     if len(path) != 4:  # noqa: PLR2004 - group, two levels of fan-out, leaf
         return None
     group = "" if path[0] == _NO_GROUP else path[0] + ":"
@@ -81,16 +81,16 @@ def walk(
     after: tuple[str, ...] = (),
     when_empty: Callable[[str], object] = lambda _: None,
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield name and directory entry of each value whose name starts with `prefix`.
+    """Yield name and directory entry of each value under `prefix`, in the order of their paths.
 
-    The values come in the order of their paths. Directories that cannot contain such a value are
-    not read. Other files, private files and directories of other users, and entries that vanish
-    during the walk are skipped.
+    Directories that cannot contain such a value are not read. The walk skips files that are
+    not values, directories that this user may not read, and directories that are removed during the
+    walk.
 
     Args:
         root: the store's directory.
         prefix: start of the names.
-        after: yield only values whose path, in parts, sorts after this one; () for all values.
+        after: path, in parts, after which the walk starts; () for all values.
         when_empty: called with the path of each empty directory that the store has created.
 
     Raises:
@@ -238,7 +238,7 @@ def _is_directory(group: os.DirEntry[str]) -> bool:
 
 
 def _may_hold(group: str, prefix: str) -> bool:
-    """Return True if the directory `group` can contain values whose names start with `prefix`."""
+    """Return True if the directory `group` can contain values under `prefix`."""
     if group == _NO_GROUP:
         return True
     if not group[0].isalnum():  # such as .writers

@@ -76,8 +76,8 @@ class ResilienceSettings:
 
     Attributes:
         timeout_s: seconds that a read or an existence check may take, without the time for its
-            bytes. Set it above the store's own time limit, whose errors say more. A request stops
-            waiting earlier, after cache.fetch_deadline_s, if that is shorter.
+            bytes. Set it above the store's own time limit, which has clearer errors. A request
+            stops waiting earlier, after cache.fetch_deadline_s, if that is shorter.
         slowest_bytes_per_s: lowest accepted transfer rate, in bytes per second. An operation may
             take its timeout and, in addition, the time that its bytes take at this rate.
         write_timeout_s: seconds that a batch of writes may take, without the time for its bytes.
@@ -738,7 +738,7 @@ class NegativeCache:
 
     @contextmanager
     def asking(self) -> Iterator[Callable[[str], None]]:
-        """Yield a function that records a name as missing; ask the store for names in the body.
+        """Yield a function to call with each name that the store reports missing in the body.
 
         A name that is written during the body is not recorded, because the store may have answered
         before the write.

@@ -90,10 +90,10 @@ class LayeredStore(StoreWrapper):
         self._far = far
         self._settings = settings
         self._copies = NearCopies(near, settings)
-        # Names whose value was damaged at the last read. The next read uses the far store and makes
-        # no copy, because the near store may have failed to delete its copy.
+        # Names with a value that was damaged at the last read. The next read uses the far store and
+        # makes no copy, because the near store may have failed to delete its copy.
         self._suspects: set[str] = set()
-        # Names whose last read was from the far store; the oldest ones are dropped.
+        # Names that were last read from the far store; the oldest ones are dropped.
         self._last_read_from_far: OrderedDict[str, None] = OrderedDict()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:

@@ -46,7 +46,7 @@ ValueFilter = Callable[[StoredValue], bool]
 async def values_under(
     store: Store, prefix: str, is_selected: ValueFilter = lambda _: True
 ) -> AsyncIterator[StoredValue]:
-    """Yield each value whose name starts with `prefix`.
+    """Yield each value under `prefix` that `is_selected` accepts.
 
     A value may be yielded twice if other values are written or removed at the same time.
 
@@ -111,8 +111,8 @@ class Verified:
 
     Attributes:
         num_whole: values without a fault.
-        num_keyed: values with a correct header whose full check needs a tenant's key, which
-            `verify` does not have.
+        num_keyed: values with a correct header that cannot be checked fully without a tenant's key,
+            which `verify` does not have.
         num_others: values that are not blocks, such as tickets and lists of tails.
         num_removed: values that were removed before they were read.
         damaged: names of damaged values, each with the reason.

@@ -187,7 +187,7 @@ class Polling:
 
 
 class Hub:
-    """A `Notifier` whose senders and listeners are in one process, on one event loop."""
+    """A `Notifier` for senders and listeners in one process, on one event loop."""
 
     def __init__(self) -> None:
         self.topics = Topics()
@@ -514,7 +514,7 @@ class Capabilities:
 
     @classmethod
     def common_to(cls, every: Sequence[Capabilities]) -> Capabilities:
-        """Return the capabilities that each of several stores has.
+        """Return the capabilities that all of several stores have.
 
         Args:
             every: the capabilities of each store.
@@ -534,8 +534,8 @@ class StoreHealth:
 
     Attributes:
         circuit: state of the breaker; None, with counts of 0, for a store without a breaker.
-        part: URL of the inner store whose breaker `circuit` describes, for a store that consists of
-            several stores; "" if the breaker is the store's own.
+        part: URL of the inner store to which the breaker belongs, if the store consists of several
+            stores; "" if the breaker is the store's own.
         num_opened: number of times that the breaker opened.
         reason: why the breaker opened last.
         degraded_s: total seconds in which the breaker was not closed.
@@ -705,13 +705,13 @@ class Store(Protocol):
         """
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """Return one page of the values whose names start with `prefix`, in no particular order.
+        """Return one page of the values under `prefix`, in no particular order.
 
         A value that exists during the whole listing is listed at least once. A value may be listed
         twice if other values are written or removed during the listing.
 
         Args:
-            prefix: a name, or a name and a colon.
+            prefix: start of the values' names: a name, or a name and a colon.
             limit: largest number of values in the page, approximately; at least 1.
             cursor: `cursor` of the previous page; None for the first page.
 
@@ -721,7 +721,7 @@ class Store(Protocol):
         """
 
     async def usage(self, prefix: str) -> Usage:
-        """Return number and total bytes of the values whose names start with `prefix`.
+        """Return number and total bytes of the values with names that start with `prefix`.
 
         The call lists all of these values.
 

@@ -162,10 +162,10 @@ class MooncakeSettings:
 
     Attributes:
         local_host: the address at which providers (nodes that lend memory) reach this node.
-        num_threads: number of calls that read at the same time; as many others write. A call
-            occupies a processor core while it waits for its bytes. At most 32 while
-            connect_timeout_s is 2 or less; the longer connect_timeout_s, the lower the limit, down
-            to 6 from 10 s on.
+        num_threads: number of calls that read at the same time; the same number of other calls
+            write. A call occupies a processor core while it waits for its bytes. The largest
+            accepted number is 32 if connect_timeout_s is 2 or less. A longer connect_timeout_s
+            lowers it, to 6 if connect_timeout_s is above 9.
         replicas: number of copies of each value.
         connect_timeout_s: seconds in which the master must be reached and answer. A call also fails
             if a provider moves no byte for this time, rounded up to whole seconds, at most 10.

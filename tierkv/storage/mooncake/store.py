@@ -285,7 +285,7 @@ class MooncakeValues:
         """Write values, and return one outcome per value.
 
         If several callers write one name at the same time, one of them sends the value; Mooncake
-        answers the others at once that the value is stored.
+        answers all other callers at once that the value is stored.
 
         Args:
             items: one batch of `batches_to_put`.
@@ -305,7 +305,7 @@ class MooncakeValues:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _put_one(self, item: PutItem, state: int) -> PutOutcome | None:
-        """Write a value that no batch can write, and return the outcome; None if a batch can."""
+        """Return the outcome for one item, written here if need be; None to write it in a batch."""
         if not item.num_bytes:
             reason = f"{item.name} is empty, and Mooncake stores no empty values"
             return PutOutcome(PutStatus.FAILED, reason)
@@ -500,8 +500,8 @@ class MooncakeStore(BaseStore):
     """A `Store` on a Mooncake cluster.
 
     Mooncake evicts values that can be replaced (tickets) last. If several callers put one name at
-    the same time, one sends the value; the others get STORED or EXISTED at once, before the value
-    can be read.
+    the same time, one sends the value; all other callers get STORED or EXISTED at once, before the
+    value can be read.
     """
 
     def __init__(self, url: str, settings: MooncakeSettings) -> None:

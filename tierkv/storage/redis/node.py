@@ -212,7 +212,7 @@ class Purpose(Enum):
 # Number of parts of a list of names that one exchange counts: a gap among 1,000 names is found in
 # three exchanges with 1,110 names together. Halving takes ten exchanges and 2,000 names.
 _PARTS = 10
-_FAR_S = 0.05  # a server whose exchange takes more seconds is far
+_FAR_S = 0.05  # an exchange with a far server takes more seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +430,7 @@ class RedisNode:
     async def list(
         self, address: Address, prefix: str, position: int, limit: int
     ) -> tuple[int, dict[str, StoredValue], Sequence[str]]:
-        """Return values whose names start with `prefix`, found with SCAN over a new connection.
+        """Return values under `prefix`, found with SCAN over a new connection.
 
         Args:
             address: the address that `locate` returned.

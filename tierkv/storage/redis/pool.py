@@ -29,8 +29,8 @@ from tierkv.storage.redis.wire import (
 )
 from tierkv.tasks import background, outlast
 
-# Largest number of retries of a request whose connection the peer closed: the other connections may
-# be closed, too, and the next attempts find that out.
+# Largest number of retries of a request after the server closed its connection: the other
+# connections may be closed, too, and the next attempts find that out.
 _MAX_RETRIES = 3
 # Values of InFlightLimit for one server. For reads from this machine two values of 512 KiB fit into
 # the processor's cache: GET is up to 1.5 times as fast as with 3 MiB.
@@ -42,7 +42,7 @@ READING_BYTES = 1 << 20
 WRITING_BYTES = 512 << 10
 READING_REMOTE_BYTES = 3 << 20
 _BEGUN_FIRST = 4  # requests of a batch that are sent before the rest is made
-_MAX_WAITING = 16_384  # with so many queued requests, no further batch is accepted
+_MAX_WAITING = 16_384  # with this number of queued requests, no further batch is accepted
 # Seconds for which a task that cannot connect leaves all requests to tasks with a connection.
 _WITHOUT_S = 0.5
 
@@ -240,7 +240,7 @@ class ConnectionPool:
                 wire.close(Unanswered("is closed"))
 
     async def _next(self, wire: Wire | None) -> WireRequest:
-        """Wait for a queued request and pop it, for the task whose connection is `wire`."""
+        """Wait for a queued request and pop it, for the task of the connection `wire`."""
         while True:
             while wire is not None and not (wire.is_lost or wire.has_room):
                 self._wake_one()  # another task can take the request
@@ -285,7 +285,7 @@ class ConnectionPool:
         return wire.is_idle or (self._in_flight_limit.is_local and self._waiting[0].is_long_write)
 
     def _pop(self) -> WireRequest | None:
-        """Pop the oldest request that still waits; None if none does or the limit is reached."""
+        """Pop the oldest waiting request; None if there is none or too many bytes are in flight."""
         while self._waiting and self._in_flight_limit.has_room:
             request = self._waiting.popleft()
             if request.outcome is None:
@@ -403,7 +403,7 @@ async def finished(requests: Sequence[WireRequest]) -> list[Outcome]:
     """Wait until all requests have ended; return their outcomes.
 
     If the call is cancelled, requests that were not sent are withdrawn. The call raises
-    CancelledError when the others have ended.
+    CancelledError when the sent requests have ended.
     """
 
     def abandon() -> None:

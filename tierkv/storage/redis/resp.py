@@ -59,7 +59,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class ValueLanded:
-    """The reply to a read whose value was received into the caller's buffers.
+    """The reply to a read of a value that was received into the caller's buffers.
 
     Attributes:
         num_bytes: size of the value, which is at the start of the buffers.
@@ -73,7 +73,7 @@ class ValueLanded:
 
 @dataclass(frozen=True, slots=True)
 class TooLong:
-    """The reply to a read whose value is longer than the caller's buffers and is discarded.
+    """The reply to a read of a value that is longer than the caller's buffers and is discarded.
 
     The parser returns this reply before it has received the value.
 

@@ -129,8 +129,8 @@ class SentinelLocator:
 
 
 _CURSOR = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,10})+")
-# Number of writes in a batch whose replies, and the making of the next batch, take this process as
-# long as the writes take the server.
+# For batches of more writes, handling the replies and making the next batch takes this process
+# longer than the server has work.
 _MANY_WRITES = 8
 
 
@@ -138,7 +138,7 @@ __all__ = ["RedisSettings", "RedisStore"]
 
 
 class RedisStore(BaseStore):
-    """A `Store` on Redis. A value is a string whose key is the value's name.
+    """A `Store` on Redis. Each value is a Redis string; its key is the value's name.
 
     The Redis user needs these commands: GET SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when
     connecting; in a cluster ASKING and CLUSTER SLOTS), for listings SCAN STRLEN PTTL, and for hints
@@ -273,7 +273,7 @@ class RedisStore(BaseStore):
         ]
 
     async def _refusal_of_size(self, cut: Sequence[PutItem]) -> PutOutcome | None:
-        """Return FULL if the server closes connections because a value is too large, else None."""
+        """Return FULL if the longest interrupted write was too large for the server, else None."""
         # Such a server sends no error, and answers small requests. The longest interrupted write is
         # therefore repeated between two pings.
         longest = max(cut, key=lambda item: item.num_bytes)

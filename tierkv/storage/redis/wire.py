@@ -199,7 +199,7 @@ async def _connect(address: Address) -> socket.socket:
     found = await _resolved(address)
     if not found:
         raise OSError(f"the host {address.host} has no IP address")
-    # Each address is tried _START_S seconds after the previous one, whose machine may be down.
+    # Each address is tried _START_S seconds after the previous one, as that machine may be down.
     infos = [(f, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where) for f, where in found]
     try:
         sock = await start_connection(infos, happy_eyeballs_delay=_START_S)  # type: ignore[arg-type]
