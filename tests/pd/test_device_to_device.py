@@ -282,7 +282,7 @@ async def shown(address: DirectAddress, machine: str, *, is_near: bool) -> int:
     else:
         streams = await finish(asyncio.open_connection(address.host, address.port))
     channel = Channel(*streams)
-    await finish(channel.be_greeted())
+    await finish(channel.receive_nonce())
     ask = DirectAsk(offer=address.offer, first=0, stop=BLOCKS, machine=machine)
     await channel.send_ask(ask, address.secret)
     answer = await finish(channel.answer(address.secret))

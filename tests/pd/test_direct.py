@@ -70,7 +70,7 @@ def leases(node: World) -> int:
 async def connected(address: DirectAddress) -> AsyncIterator[Channel]:
     channel = Channel(*await asyncio.open_connection(address.host, address.port))
     try:
-        await finish(channel.be_greeted())
+        await finish(channel.receive_nonce())
         yield channel
     finally:
         channel.close()
@@ -131,7 +131,7 @@ async def test_a_question_that_is_played_again_is_not_answered() -> None:
         reader, writer = await asyncio.open_connection(address.host, address.port)
         recorder = _Recorder(writer, sent.append)
         channel = Channel(reader, recorder)  # type: ignore[arg-type]
-        await finish(channel.be_greeted())
+        await finish(channel.receive_nonce())
         await ask(channel, address)
         writer.write(sent[0])
         await is_hung_up_on(channel, address)
@@ -139,7 +139,7 @@ async def test_a_question_that_is_played_again_is_not_answered() -> None:
         async with connected(address):  # the same on another connection
             reader, writer = await asyncio.open_connection(address.host, address.port)
             again = Channel(reader, writer)
-            await finish(again.be_greeted())
+            await finish(again.receive_nonce())
             writer.write(sent[0])
             await is_hung_up_on(again, address)
             writer.close()
@@ -279,7 +279,7 @@ async def test_a_node_that_ends_hangs_up_on_its_claimers() -> None:
         address = await address_of(prefill)
         reader, writer = await asyncio.open_connection(address.host, address.port)
         channel = Channel(reader, writer)
-        await finish(channel.be_greeted())
+        await finish(channel.receive_nonce())
         await ask(channel, address)
     await is_hung_up_on(channel, address)  # and its books were in order
     writer.close()

@@ -184,7 +184,7 @@ from tierkv.pd.direct.address import DirectAsk, Channel, DirectAddress
 async def main():
     address = msgspec.json.decode(sys.argv[1], type=DirectAddress)
     channel = Channel(*await asyncio.open_connection(address.host, address.port))
-    await channel.be_greeted()
+    await channel.receive_nonce()
     await channel.send_ask(DirectAsk(offer=address.offer, first=0, stop=20), address.secret)
     print(len((await channel.answer(address.secret)).blocks), flush=True)
     await asyncio.sleep(60)

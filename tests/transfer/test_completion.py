@@ -72,7 +72,7 @@ async def test_a_bug_in_what_is_told_at_once_is_the_pollers_too() -> None:
 
     async def live() -> None:
         async with poller.running():
-            assert poller.then_now(event, bug)
+            assert poller.call_if_done(event, bug)
             await asyncio.Event().wait()
 
     with pytest.raises(RuntimeError, match="a bug"):

@@ -433,7 +433,7 @@ class Tree:
         device, host = node.device, node.host
         is_mixed = device.uniform is None or (host is not None and host.uniform is None)
         had = device.num_present > 0, host is not None and host.num_present > 0
-        upper = node.behead(self._next_uid, at)
+        upper = node.split_head(self._next_uid, at)
         self._next_uid += 1
         upper.holders = int(node.holders > 0)
         parent.children[upper.key] = upper  # replaces `node`, and has its key

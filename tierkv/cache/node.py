@@ -472,7 +472,7 @@ class TierCopies:
         above, below = self._packed_slots(0, start), self._packed_slots(stop, self.num_blocks)
         self._slots = above + packed + below
 
-    def behead(self, at: int) -> TierCopies:
+    def split_head(self, at: int) -> TierCopies:
         """Remove the first `at` blocks; return their slots and states as a new object."""
         upper = TierCopies(at)
         upper.uniform = self.uniform
@@ -1000,7 +1000,7 @@ class TreeNode:
         if self._stored is not None:
             self._stored = self._stored[:num_blocks].copy()
 
-    def behead(self, uid: int, at: int) -> TreeNode:
+    def split_head(self, uid: int, at: int) -> TreeNode:
         """Move the first `at` blocks into a new node above this one.
 
         This node keeps its other blocks, its children and its leases. The caller must add the new
@@ -1014,10 +1014,10 @@ class TreeNode:
             The new node.
         """
         cut = self.token_bytes // self.num_blocks * at
-        upper = TreeNode(uid, self.parent, self.space, self.device.behead(at))
+        upper = TreeNode(uid, self.parent, self.space, self.device.split_head(at))
         upper.key = self.key
         if self.host:
-            upper.host = self.host.behead(at)
+            upper.host = self.host.split_head(at)
         upper.packed, upper.packed_at, upper.token_bytes = self.packed, self.packed_at, cut
         upper.hits, upper.last_used, upper.soft_pins = self.hits, self.last_used, self.soft_pins
         upper.born = self.born

@@ -532,13 +532,13 @@ class EngineListener:
             return None
         end.settimeout(_ANSWER_S)
         try:
-            return end, await aside(self._greeted, end)
+            return end, await aside(self._receive_hello, end)
         except (LinkClosedError, StoreCorruptError, ConfigError) as error:
             log.warning("a connection at %s was refused: %s", self._path, error)
             end.close()
             return None
 
-    def _greeted(self, end: socket.socket) -> EngineHello:
+    def _receive_hello(self, end: socket.socket) -> EngineHello:
         link, uid = Link(end), credentials(end)[1]
         if uid != os.geteuid():
             raise LinkClosedError(

@@ -122,15 +122,15 @@ class CudaPeer:
                 end = self._stream.record_bound()
             end.block_until_done(math.inf)
         except BaseException:
-            self._let_end()
+            self._drain()
             raise
 
-    def _let_end(self) -> None:
+    def _drain(self) -> None:
         with self._gpu.bound_to_close():
             self._stream.raw.synchronize()
 
     def close(self) -> None:
-        self._let_end()
+        self._drain()
         self._theirs.close()
 
 

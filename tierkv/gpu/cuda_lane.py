@@ -226,7 +226,7 @@ class Pipeline:
                 )
         return self._copies.record_bound()
 
-    def let_end(self) -> None:
+    def drain(self) -> None:
         """Block until all submitted work has ended, then mark the staging memory as free."""
         with self._gpu.bound_to_close():
             for stream in (self._copies, self._copies_next):
@@ -434,7 +434,7 @@ class CudaLane:
                         events += [end] * len(unit.layers)
                         self._at_once.append(end)
         except TransferError as error:
-            self._let_end()
+            self._drain()
             raise _failure(self._direction, len(events), copy, error) from error
         return tuple(events)
 
@@ -462,7 +462,7 @@ class CudaLane:
                     if is_much or len(begun) == _BEGIN_UNITS:
                         break
         except TransferError as error:
-            self._let_end()
+            self._drain()
             raise _failure(self._direction, 0, copy, error) from error
         return units, begun
 
@@ -470,7 +470,7 @@ class CudaLane:
         with self._progress:
             self._is_closed = True
         self._thread.shutdown(wait=True)
-        self._let_end()
+        self._drain()
         if self._pipeline is not None:
             self._pipeline = None
             self._on_close()
@@ -491,7 +491,7 @@ class CudaLane:
         except Exception as error:  # noqa: BLE001 - waiters must get the error
             failure = _failure(self._direction, job.reached, job.copy, error)
             try:
-                self._let_end()
+                self._drain()
             finally:
                 with self._progress:
                     for event in job.events[job.reached :]:
@@ -520,9 +520,9 @@ class CudaLane:
             self._pipeline.wait(event, timeout_s)
         yield from self._pipeline.submit(copy)
 
-    def _let_end(self) -> None:
+    def _drain(self) -> None:
         if self._pipeline is not None:
-            self._pipeline.let_end()
+            self._pipeline.drain()
 
 
 def _failure(direction: Direction, layer: int, copy: BlockCopy, error: Exception) -> TransferError:

@@ -354,7 +354,7 @@ def _is_left_over(path: str | Path) -> bool:
     return False
 
 
-def greeted(end: socket.socket, timeout_s: float) -> tuple[Link, Hello]:
+def receive_hello(end: socket.socket, timeout_s: float) -> tuple[Link, Hello]:
     """Wait for the hello of a worker that has connected.
 
     Args:

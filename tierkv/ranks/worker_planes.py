@@ -46,9 +46,9 @@ from tierkv.ranks.link import (
     SharedMemory,
     WorkerRefused,
     connect,
-    greeted,
     listen,
     read,
+    receive_hello,
 )
 from tierkv.ranks.memory import SharedSlots, digest_of, join, pieces, side_by_side
 
@@ -572,7 +572,7 @@ class RankSocket:
             return
         self._is_deaf = False
         try:
-            link, hello = greeted(end, _ANSWER_S)
+            link, hello = receive_hello(end, _ANSWER_S)
         except (LinkClosedError, StoreCorruptError) as error:
             log.warning("a connection at %s was refused: %s", self._path, error)
             return

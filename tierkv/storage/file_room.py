@@ -582,7 +582,7 @@ class Room:
         """Evict values; return True if the bytes removed here make room for `num_bytes` more."""
         counts = self._used.counts()
         parts, used = self._list_files()
-        self._used.saw(used, counts)
+        self._used.record(used, counts)
         capacity = self._capacity_bytes
         over = wanted = 0
         if capacity is not None:
@@ -643,8 +643,8 @@ class UsedBytes:
         self._writers = writers
         self._own = own
         self._own_added = 0
-        self._seen: int | None = None
-        self._when_seen: Mapping[str, int] = {}
+        self._measured_bytes: int | None = None
+        self._measured_counts: Mapping[str, int] = {}
 
     def add(self, num_bytes: int) -> None:
         self._own_added += num_bytes
@@ -666,7 +666,7 @@ class UsedBytes:
         counts = {name: _read(self._writers / name / ADDED) for name in os.listdir(self._writers)}
         return counts | {self._own().name: self._own_added}
 
-    def saw(self, num_bytes: int, counts: Mapping[str, int]) -> None:
+    def record(self, num_bytes: int, counts: Mapping[str, int]) -> None:
         """Record a measurement of the total bytes of all values.
 
         Args:
@@ -674,10 +674,10 @@ class UsedBytes:
             counts: the result of `counts` just before the measurement; `total` adds the bytes that
                 were added later.
         """
-        self._seen, self._when_seen = num_bytes, counts
+        self._measured_bytes, self._measured_counts = num_bytes, counts
 
     def forget(self) -> None:
-        self._seen = None
+        self._measured_bytes = None
 
     def total(self) -> int | None:
         """Return the total bytes; None if they have to be measured again.
@@ -685,12 +685,12 @@ class UsedBytes:
         Raises:
             OSError: the directory cannot be read.
         """
-        if self._seen is None:
+        if self._measured_bytes is None:
             return None
         counts = self.counts()
-        if not self._when_seen.keys() <= counts.keys():
+        if not self._measured_counts.keys() <= counts.keys():
             return None
-        return self._seen + sum(counts.values()) - sum(self._when_seen.values())
+        return self._measured_bytes + sum(counts.values()) - sum(self._measured_counts.values())
 
 
 def _read(path: Path) -> int:

@@ -86,7 +86,7 @@ class EventPoller:
         self._lines: dict[object, list[_Pending]] = {}  # each in the order of completion
         self._num_pending = 0
         self._wake = asyncio.Event()
-        self._has_news = False  # for the watching thread
+        self._has_new_events = False  # for the watching thread
         self._is_running = False
         self._eager_until = 0.0
         self._failure: BaseException | None = None
@@ -137,10 +137,10 @@ class EventPoller:
         if (outcome := _outcome(event)) is not None:
             resolve(outcome[0])
         else:
-            self.then(event, resolve, is_long=is_long)
+            self.call_when_done(event, resolve, is_long=is_long)
         return future
 
-    def then(self, event: Event, on_done: OnDone, *, is_long: bool = False) -> None:
+    def call_when_done(self, event: Event, on_done: OnDone, *, is_long: bool = False) -> None:
         """Call `on_done` on the event loop, in a later turn, when an event is done or has failed.
 
         Args:
@@ -159,7 +159,7 @@ class EventPoller:
         self._num_pending += 1
         self._wake_up()
 
-    def then_now(self, event: Event, on_done: OnDone) -> bool:
+    def call_if_done(self, event: Event, on_done: OnDone) -> bool:
         """Call `on_done` at once if an event is done or has failed; return True if it was called.
 
         Call this in a later turn of the event loop than the one that submitted the work.
@@ -181,7 +181,7 @@ class EventPoller:
 
     def _wake_up(self) -> None:
         self._eager_until = time.monotonic() + _EAGER_S
-        self._has_news = True
+        self._has_new_events = True
         self._wake.set()
 
     async def _poll(self, watcher: Threads) -> None:
@@ -210,7 +210,7 @@ class EventPoller:
             if time.monotonic() < self._eager_until and self._may_be_eager():
                 await asyncio.sleep(0)
             else:
-                self._has_news = False
+                self._has_new_events = False
                 firsts = [line[0] for line in self._lines.values()]
                 await loop.run_in_executor(watcher, self._watch, firsts)
             self._complete_ended()
@@ -233,7 +233,7 @@ class EventPoller:
         """Block the thread until one of `firsts` is done or failed, or another event was added."""
         began = time.monotonic()
         least_s = _LONG_NAP_S if all(one.is_long for one in firsts) else _MIN_NAP_S
-        while not self._has_news and not any(_outcome(one.event) for one in firsts):
+        while not self._has_new_events and not any(_outcome(one.event) for one in firsts):
             nap_s = _NAP_SHARE * (time.monotonic() - began)
             time.sleep(min(max(nap_s, least_s), _MAX_NAP_S))
 
@@ -658,8 +658,8 @@ class Mover:
         try:
             if counts is Direction.LOAD and loop.time() >= self._times_from:
                 self._time_layers(events, is_long=is_long)
-            if counts is not None or not self.poller.then_now(events[-1], end):
-                self.poller.then(events[-1], end, is_long=is_long)
+            if counts is not None or not self.poller.call_if_done(events[-1], end):
+                self.poller.call_when_done(events[-1], end, is_long=is_long)
         except ShuttingDownError as failure:  # the poller has failed, and so does the service
             loop.call_soon(end, TransferError(str(failure)))
 
@@ -668,7 +668,7 @@ class Mover:
         began = loop.time()
         self._times_from = math.inf
 
-        def there(error: TransferError | None) -> None:
+        def layer_ended(error: TransferError | None) -> None:
             if error is None:
                 ready_s.append(loop.time() - began)
             if len(ready_s) == len(events):
@@ -677,7 +677,7 @@ class Mover:
                 self._times_from = loop.time() + _TIMED_EVERY_S
 
         for event in events:
-            self.poller.then(event, there, is_long=is_long)
+            self.poller.call_when_done(event, layer_ended, is_long=is_long)
 
 
 @contextmanager

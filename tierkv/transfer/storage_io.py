@@ -1126,7 +1126,7 @@ class Toucher:
         """
         now = asyncio.get_running_loop().time()
         for name in names:
-            self._see(name, now)
+            self._record(name, now)
 
     def used(self, names: Iterable[str]) -> None:
         """Queue a renewal for the values with these names, which were found in the store.
@@ -1140,11 +1140,11 @@ class Toucher:
                 continue
             if len(self._due) >= _MAX_NAMES:
                 return
-            self._see(name, now)
+            self._record(name, now)
             self._due[name] = None
             self._came.set()
 
-    def _see(self, name: str, now: float) -> None:
+    def _record(self, name: str, now: float) -> None:
         self._seen[name] = now
         self._seen.move_to_end(name)
         while len(self._seen) > _MAX_NAMES:

@@ -140,13 +140,13 @@ class Channel:
         self._nonce = b""
         self._count = 0
 
-    async def greet(self) -> None:
+    async def send_nonce(self) -> None:
         """Send the producer's first message: random bytes for later authentication codes."""
         self._nonce = os.urandom(NONCE_BYTES)
         self._writer.write(self._nonce)
         await self._writer.drain()
 
-    async def be_greeted(self) -> None:
+    async def receive_nonce(self) -> None:
         """Receive the producer's first message, the random bytes for later authentication codes."""
         self._nonce = await self._reader.readexactly(NONCE_BYTES)
 

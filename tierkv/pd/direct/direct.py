@@ -230,7 +230,7 @@ class DirectServer:
     async def _claimer(self, channel: Channel) -> None:
         held = ShownBlocks(channel.peer_uid)
         try:
-            await channel.greet()
+            await channel.send_nonce()
             left_s = _FIRST_WORD_S
             while True:
                 async with asyncio.timeout(left_s):
@@ -466,7 +466,7 @@ class Claimer:
         try:
             if self._channel is None:
                 self._channel = await self._connect(address)
-                await self._channel.be_greeted()
+                await self._channel.receive_nonce()
             await self._channel.send_ask(ask, address.secret)
             return await self._channel.answer(address.secret)
         except BaseException:
@@ -486,7 +486,7 @@ class Claimer:
             async with asyncio.timeout(_ANSWER_S):
                 channel = await self._connect(address)
                 try:
-                    await channel.be_greeted()
+                    await channel.receive_nonce()
                     nothing = DirectAsk(offer=address.offer, first=0, stop=0)
                     await channel.send_ask(nothing, address.secret)
                     return (await channel.answer(address.secret)).failure
