@@ -16,7 +16,7 @@ from tierkv.errors import ConfigError
 
 T = TypeVar("T")
 
-_NUM_ASIDE = 8  # for short blocking calls, such as reading files and certificates
+_NUM_SHARED = 8  # for short blocking calls, such as reading files and certificates
 _NUM_OF_LIBUV = 4  # number of threads that libuv starts
 
 
@@ -80,8 +80,8 @@ def no_thread(name: str, error: RuntimeError) -> ConfigError:
     )
 
 
-class _Aside:
-    """The thread pool of `aside`, which all event loops of the process share."""
+class _SharedThreads:
+    """The thread pool of `in_thread`, which all event loops of the process share."""
 
     def __init__(self) -> None:
         self._pool: Threads | None = None
@@ -92,7 +92,7 @@ class _Aside:
         """The thread pool, started at its first use."""
         with self._lock:
             if self._pool is None:
-                self._pool = Threads(_NUM_ASIDE, "tierkv-aside")
+                self._pool = Threads(_NUM_SHARED, "tierkv-shared")
             return self._pool
 
     def forget(self) -> None:
@@ -103,21 +103,21 @@ class _Aside:
         self._pool, self._lock = None, threading.Lock()  # the old lock may be held for ever
 
 
-_aside = _Aside()
-os.register_at_fork(after_in_child=_aside.forget)
+_shared = _SharedThreads()
+os.register_at_fork(after_in_child=_shared.forget)
 
 
-def begin_aside(work: Callable[[], T]) -> asyncio.Future[T]:
+def start_in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Run `work` in a thread that was started in advance; return the future of its result.
 
     Raises:
         ConfigError: `start_threads` was not called, and the system cannot start another thread.
     """
     call = partial(copy_context().run, work)
-    return asyncio.get_running_loop().run_in_executor(_aside.pool, call)
+    return asyncio.get_running_loop().run_in_executor(_shared.pool, call)
 
 
-async def aside(work: Callable[..., T], *args: object) -> T:
+async def in_thread(work: Callable[..., T], *args: object) -> T:
     """Run `work(*args)` in a thread that was started in advance, and return its result.
 
     `asyncio.to_thread` starts a thread when it is first needed, which may fail.
@@ -129,17 +129,17 @@ async def aside(work: Callable[..., T], *args: object) -> T:
     Raises:
         ConfigError: `start_threads` was not called, and the system cannot start another thread.
     """
-    return await begin_aside(partial(work, *args))
+    return await start_in_thread(partial(work, *args))
 
 
 async def start_threads() -> None:
-    """Start the threads of `aside`, and those with which uvloop looks up host names.
+    """Start the threads of `in_thread`, and those with which uvloop looks up host names.
 
     Raises:
         ConfigError: the system cannot start all of the threads.
     """
     # libuv ends the process if it cannot start its threads, so a pool of as many is tried before.
     trial = Threads(_NUM_OF_LIBUV, "tierkv-lookups")
-    await aside(trial.shutdown)
+    await in_thread(trial.shutdown)
     loop = asyncio.get_running_loop()
     await loop.getnameinfo(("127.0.0.1", 0), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)

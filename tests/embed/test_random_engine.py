@@ -39,7 +39,7 @@ def faults_of(redis: RedisServer, proxy: Proxy) -> list[Callable[[bool], None]]:
 def own_threads() -> set[str]:
     """Return the names of threads, but for the pool that the whole process shares."""
     names = {one.name for one in threading.enumerate()}
-    return {name for name in names if not name.startswith("tierkv-aside")}
+    return {name for name in names if not name.startswith("tierkv-shared")}
 
 
 def drive(

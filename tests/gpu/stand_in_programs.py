@@ -457,8 +457,8 @@ def _everything_is_given_back(gpu: Gpu) -> None:
     assert not gpu.memory
     assert not gpu.registered
     names = [one.name for one in threading.enumerate() if one.name.startswith("tierkv")]
-    # Every event loop of a process shares the threads of `aside`, which stay.
-    assert not [name for name in names if not name.startswith("tierkv-aside")]
+    # Every event loop of a process shares the threads of `in_thread`, which stay.
+    assert not [name for name in names if not name.startswith("tierkv-shared")]
 
 
 PROGRAMS = (

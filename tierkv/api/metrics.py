@@ -33,7 +33,7 @@ from tierkv.errors import HandoffError
 from tierkv.observe import Stats
 from tierkv.pd.tickets import HandoffProblem
 from tierkv.storage.protocol import BreakerState
-from tierkv.threads import aside
+from tierkv.threads import in_thread
 from tierkv.transfer.mover import LayerTimes
 from tierkv.transfer.storage_io import StorageStats
 from tierkv.transfer.tier import StoreState
@@ -109,7 +109,7 @@ class _ProcessUse(Collector):
         self._found: list[Metric] = []
 
     async def read(self) -> None:
-        self._found = await aside(lambda: list(self._source.collect()))
+        self._found = await in_thread(lambda: list(self._source.collect()))
 
     def collect(self) -> list[Metric]:
         return self._found

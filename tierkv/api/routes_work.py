@@ -216,7 +216,7 @@ class WorkRoutes(Routes):
         async with self._node.work():
             tokenizer = self._node.spec.tokenizer
             body = await self._node.bodies.read(request, TokenizeBody)
-            tokens = await self._node.bodies.aside(
+            tokens = await self._node.bodies.in_thread_if_large(
                 body.num_characters, lambda: body.encoded(tokenizer)
             )
             if (num_tokens := count(tokens)) > self._max_tokens:

@@ -66,7 +66,7 @@ from tierkv.sched.events import CacheEvent
 from tierkv.service import Service
 from tierkv.storage.codec import seal, unseal
 from tierkv.tasks import task_group
-from tierkv.threads import aside, start_thread
+from tierkv.threads import in_thread, start_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -532,7 +532,7 @@ class EngineListener:
             return None
         end.settimeout(_ANSWER_S)
         try:
-            return end, await aside(self._receive_hello, end)
+            return end, await in_thread(self._receive_hello, end)
         except (LinkClosedError, StoreCorruptError, ConfigError) as error:
             log.warning("a connection at %s was refused: %s", self._path, error)
             end.close()
@@ -576,7 +576,7 @@ class EngineListener:
             with theirs:
                 self._num_here += 1
                 max_reserved = self._share()
-                welcomed = await aside(self._welcome, come, side, theirs, max_reserved)
+                welcomed = await in_thread(self._welcome, come, side, theirs, max_reserved)
             if not welcomed:
                 self._num_here -= 1
                 end.close()

@@ -15,7 +15,7 @@ from aiohttp import web
 from tierkv.errors import BadRequestError, RequestTooLargeError, TierKVError
 from tierkv.http.settings import ListenSection
 from tierkv.tasks import deadline
-from tierkv.threads import aside
+from tierkv.threads import in_thread
 
 T = TypeVar("T")
 
@@ -96,11 +96,11 @@ class BodyReader:
         raw = await self._receive(request)
         if not raw:
             raise BodyError("the body is empty: send a JSON or MessagePack object")
-        return await self.aside(
+        return await self.in_thread_if_large(
             len(raw), lambda: finish(decode(raw, kind, content_type=content_type))
         )
 
-    async def aside(self, num_bytes: int, work: Callable[[], T]) -> T:
+    async def in_thread_if_large(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Return the result of `work`, called in a thread if it processes more than 256 KiB.
 
         Only one such thread runs at a time.
@@ -112,7 +112,7 @@ class BodyReader:
         if num_bytes <= LARGE_BYTES:
             return work()
         async with self._long_one:
-            return await aside(work)
+            return await in_thread(work)
 
     async def read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
         """Read and decode the request's body, but accept a missing or empty body.

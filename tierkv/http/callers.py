@@ -34,7 +34,7 @@ from aiohttp import hdrs, web
 from tierkv.errors import BadRequestError, ConfigError, TierKVError
 from tierkv.http.process import watching
 from tierkv.pd.direct.address import credentials
-from tierkv.threads import aside
+from tierkv.threads import in_thread
 
 
 class Access(IntEnum):
@@ -427,7 +427,7 @@ class Guard:
         file = self._file
 
         async def reload() -> None:
-            self._keyring = Keyring(await aside(read, file))
+            self._keyring = Keyring(await in_thread(read, file))
             log.info("the auth file %s was read and is in force", file)
 
         async with watching([file], reload, every_s=self._reload_s):

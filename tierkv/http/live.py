@@ -33,7 +33,7 @@ from tierkv.http.bodies import event_stream, open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.route import Route, in_path
 from tierkv.tasks import supervised
-from tierkv.threads import aside
+from tierkv.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class PageRoutes:
         return await self._answer(request, in_path(request, "file"))
 
     async def _answer(self, request: web.BaseRequest, name: str) -> web.Response:
-        body = await aside(_file, name)
+        body = await in_thread(_file, name)
         if body is None:
             raise web.HTTPNotFound
         kind = f"{_TYPES[Path(name).suffix]}; charset=utf-8"

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.tasks import background, supervised
-from tierkv.threads import aside, start_thread, start_threads
+from tierkv.threads import in_thread, start_thread, start_threads
 
 TICK_S = 0.05
 _TICKS = 1200  # one minute
@@ -302,7 +302,7 @@ async def watching(
         ConfigError: The first `reload` raised this error. If a later one raises it, the error is
             logged, and `reload` is called again after the next change.
     """
-    seen = await aside(
+    seen = await in_thread(
         _identities, files
     )  # before `reload`, so that a change during `reload` is not missed
     await reload()
@@ -315,7 +315,7 @@ async def _watch(
 ) -> None:
     while True:
         await asyncio.sleep(every_s)
-        now = await aside(_identities, files)
+        now = await in_thread(_identities, files)
         if now == seen:
             continue
         seen = now

@@ -33,7 +33,7 @@ from tierkv.http.problems import framing_problem
 from tierkv.http.process import watching
 from tierkv.http.route import HttpRouter
 from tierkv.http.settings import AuthSection, ListenSection, TlsSection
-from tierkv.threads import aside
+from tierkv.threads import in_thread
 
 BACKLOG = 1024
 _OTHER_FILES = 1024  # file descriptors for stores, files and libraries
@@ -204,7 +204,7 @@ async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | Non
     async def reload() -> None:
         nonlocal current
         fresh = _tls_context(settings)
-        await aside(_load_certificates, fresh, settings)
+        await in_thread(_load_certificates, fresh, settings)
         current = fresh
         log.info("the certificate of %s is in use", settings.cert)
 

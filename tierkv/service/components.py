@@ -44,7 +44,7 @@ from tierkv.sched.tenants import Tenants
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.worth import Estimator
 from tierkv.tasks import outlast
-from tierkv.threads import begin_aside
+from tierkv.threads import start_in_thread
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.tier import StorageTier
 
@@ -84,7 +84,7 @@ class Memory:
             device_blocks: number of device blocks.
             host_slots: number of host slots.
         """
-        async with entered_aside(self._allocated(device_blocks, host_slots)):
+        async with entered_in_thread(self._allocated(device_blocks, host_slots)):
             yield
 
     @contextmanager
@@ -139,7 +139,7 @@ class Memory:
             ConfigError: the device has too little memory.
         """
         allocate = functools.partial(self._device.allocate_planes, self._layout, device_blocks)
-        opening = begin_aside(allocate)
+        opening = start_in_thread(allocate)
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -178,7 +178,7 @@ def host_memory(device: Device, layout: Layout, num_slots: int) -> Iterator[Host
 
 
 @asynccontextmanager
-async def entered_aside(memory: AbstractContextManager[T]) -> AsyncIterator[T]:
+async def entered_in_thread(memory: AbstractContextManager[T]) -> AsyncIterator[T]:
     """Enter the context `memory` in a thread, because pinning memory takes 0.1 s and more.
 
     A cancelled call waits for the thread, and frees the memory.
@@ -187,7 +187,7 @@ async def entered_aside(memory: AbstractContextManager[T]) -> AsyncIterator[T]:
         memory: a context that allocates memory; its result is yielded.
     """
     with ExitStack() as stack:
-        entering = begin_aside(functools.partial(stack.enter_context, memory))
+        entering = start_in_thread(functools.partial(stack.enter_context, memory))
         await outlast({entering}, on_cancel=lambda: None)
         yield entering.result()
 

@@ -38,7 +38,7 @@ from tierkv.service.components import (
     Memory,
     ServiceConfig,
     check,
-    entered_aside,
+    entered_in_thread,
     host_memory,
     opened,
 )
@@ -271,7 +271,7 @@ class Service:
             groups = []
             for fingerprint, count in self._other_groups:
                 memory = host_memory(self.device, fingerprint.layout, count)
-                host = await stack.enter_async_context(entered_aside(memory))
+                host = await stack.enter_async_context(entered_in_thread(memory))
                 io = self._storage_tier.io_of_layout(
                     Names(settings.prefix, fingerprint.short),
                     fingerprint.layout,

@@ -51,7 +51,7 @@ from tierkv.sched.tiers import Tiers
 from tierkv.storage.base import WorkerThreads
 from tierkv.storage.codec import Codec, PayloadCodecs, PlainCodec
 from tierkv.tasks import supervised, task_group
-from tierkv.threads import aside
+from tierkv.threads import in_thread
 from tierkv.transfer.storage_io import Slices, StorageIO
 
 log = logging.getLogger(__name__)
@@ -596,7 +596,7 @@ class Direct:
         way, host = self._settings.direct, self._settings.direct_host
         async with AsyncExitStack() as stack:
             if way is not DirectPath.NETWORK:
-                self._machine = await aside(this_machine)
+                self._machine = await in_thread(this_machine)
             if way in (DirectPath.AUTO, DirectPath.MEMORY) and process_memory.is_possible():
                 self._pid = os.getpid() if self._machine else 0
                 self.offers.reads_memory = bool(self._machine)
@@ -631,7 +631,7 @@ class Direct:
     async def _show_planes(self, sharing: Sharing) -> None:
         planes = ShownPlanes(sharing, lambda: self._tiers.mover.planes)
         try:
-            await aside(planes.describe)
+            await in_thread(planes.describe)
         except ConfigError as error:
             log.warning(
                 "the device's blocks cannot be read by other processes, so claims read "
@@ -644,7 +644,7 @@ class Direct:
     async def _start_engine(self, host: str, stack: AsyncExitStack) -> None:
         try:
             async with asyncio.timeout(_ENGINE_START_S):
-                self._engine = await aside(TransferEngine, host)
+                self._engine = await in_thread(TransferEngine, host)
         except (ConfigError, TimeoutError) as error:
             log.warning(
                 "Mooncake's transfer engine did not start, so claims over the network "

@@ -34,7 +34,7 @@ from tierkv.storage.protocol import EMPTY_MESSAGE, Listener, Topics, check_messa
 from tierkv.storage.redis.pool import Login, RedisAccess
 from tierkv.storage.redis.wire import Address
 from tierkv.tasks import background, supervised
-from tierkv.threads import aside
+from tierkv.threads import in_thread
 
 _log = logging.getLogger(__name__)
 _PING_EVERY_S = 5.0
@@ -349,7 +349,7 @@ async def conversation(
         deadline_s: largest number of seconds for each call of `ask`, connecting included.
     """
     # In a thread: for each connection redis-py reads its own package's version from the disk.
-    connection = await aside(new_connection)
+    connection = await in_thread(new_connection)
     try:
         yield Conversation(connection, url=url, deadline_s=deadline_s)
     finally:

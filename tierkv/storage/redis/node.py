@@ -67,7 +67,7 @@ from tierkv.storage.redis.wire import (
     Unanswered,
     WireRequest,
 )
-from tierkv.threads import aside
+from tierkv.threads import in_thread
 
 # Errors of servers that refuse writes and still serve reads: full, cannot save, too few replicas, a
 # replica, a user without the permission, a value above proto-max-bulk-len.
@@ -373,7 +373,7 @@ class RedisNode:
             StoreUnavailableError: the server's address is not known.
         """
         # In a thread: for each connection redis-py reads its own package's version.
-        return await aside(connection_factory(await self.locate(), self._access))
+        return await in_thread(connection_factory(await self.locate(), self._access))
 
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose

@@ -63,7 +63,7 @@ from tierkv.storage.redis.resp import Reply, TooLong
 from tierkv.storage.redis.url import RedisSettings, RedisUrl, Setup
 from tierkv.storage.redis.wire import Address, Unanswered, WireStats, port_of
 from tierkv.tasks import supervised
-from tierkv.threads import aside
+from tierkv.threads import in_thread
 
 _log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class RedisStore(BaseStore):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         files = self._settings.tls if self._url.is_tls else None
-        context = None if files is None else await aside(files.context)
+        context = None if files is None else await in_thread(files.context)
         login = Login(self._url.username, self._url.password, self._url.db)
         access = RedisAccess(self._settings, login, files, context, self.stats, self._settings.pace)
         router = _router(self._url, access, self._ours)
