@@ -247,7 +247,7 @@ class HostLoads:
         self._free_if_unused(load)
 
     def _settle(self, load: Load, end: Callable[[], None]) -> None:
-        """Record the end of a load in the index, once all loads of `above` have settled."""
+        """Record a load's end in the index once all of `above` have settled, then call `end`."""
         for upper in load.above:
             if not upper.settled.done():
                 upper.settled.add_done_callback(lambda _: self._settle(load, end))
@@ -292,8 +292,8 @@ class SchedulerStats:
     Attributes:
         recompute_avoided_s: estimated seconds that computing the cached tokens would have taken;
             not counted while the engine's speed is unknown.
-        reuse_gaps: histogram of the times between two uses of the same cached block, counted at
-            each hit for its last block.
+        reuse_gaps: histogram of the seconds between two uses of a cached block; each hit adds the
+            time since the last use of the last block that it matches.
         shared_waits: number of requests that waited for another request's blocks instead of
             computing them.
         lost_waits: number of such waits in which the blocks did not come in time.
@@ -810,10 +810,10 @@ class Growth:
                 return None
 
     def _yield_candidates(self, space: str | None) -> list[Request]:
-        """Return the running requests (of `space`, or all) of which one must release its blocks.
+        """Return the running requests (of `space`, or all) if one of them must release its blocks.
 
-        The list is empty if one of them does not wait for more blocks, or a running copy will free
-        some.
+        The list is empty if any of these requests does not wait for more blocks, because its end
+        will free some, or if a running copy will free slots.
         """
         if self._tiers.work.is_at_work(space):
             return []
@@ -1069,9 +1069,10 @@ class Admissions:
         return bool(self._running.by_id) if space is None else self._running.has_space(space)
 
     def _unblock(self, first: Waiting, space: str | None = None) -> bool:
-        """Release blocks of a waiting request to make room for `first`.
+        """Release fetched blocks of one waiting request (of `space`, or any) to make room.
 
-        Return False if nothing is left to release.
+        If no request has such blocks, `first`, whose turn it is, gives up its partly shared block.
+        Return False if `first` has none either.
         """
         if self._line.release_last_fetched(space):
             return True

@@ -66,7 +66,7 @@ class Budget:
 
     @property
     def deadline_at(self) -> float:
-        """Latest end of the present wait in seconds of the loop's clock, whatever is estimated."""
+        """Time of the present wait's deadline on the loop's clock; estimates may end it earlier."""
         return self._time() + self._deadline_s - self._spent()
 
     def restrict(self, tokens: int, *, is_answered: bool = False) -> Decision:

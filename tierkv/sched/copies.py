@@ -63,7 +63,7 @@ def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
 
     Args:
         index: the index of the match.
-        prompt: the prompt.
+        prompt: the prompt whose keys are returned.
         match: the cached blocks of `prompt` at this moment.
 
     Returns:
@@ -100,7 +100,7 @@ async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match:
     Args:
         index: the index of the match.
         storage: the storage tier.
-        prompt: the prompt.
+        prompt: the prompt whose blocks are looked up.
         match: the cached blocks of `prompt` at this moment.
 
     Returns:
@@ -260,8 +260,8 @@ class Flush:
         slots: host slots of the blocks, int32 [len(keys)].
         worth: value of each block compared with others; the store may refuse those of low value.
         runs: the same blocks as events describe them; [] without subscribers.
-        generation: number of deletions of all stored values when the write was planned. A later
-            deletion cancels the write.
+        generation: number of deletions (see `Deletions`) that had begun when the write was planned.
+            A later deletion cancels the write.
         began: the point in the order of events at which the write began.
     """
 
@@ -423,9 +423,9 @@ class Copies:
                     self._start_down(part, first + start, first + stop, to_storage=is_stored)
 
     def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
-        """Clear the blocks in `masks` that the host lacks room for.
+        """Set `masks` to False at blocks for which the host has no slot.
 
-        Return the number of slots needed.
+        Of the blocks that are True in `needed`, the first `room` get a slot. Return their number.
         """
         # Otherwise each copy's task would find out by itself, and again at each admission, that the
         # host is too small for the prompt.
@@ -502,7 +502,7 @@ class Copies:
                 self._work.start(self._store(node, at, end, generation), "tierkv-store")
 
     async def _store(self, node: TreeNode, first: int, stop: int, generation: int) -> None:
-        """Wait for a turn, then store those of blocks [first, stop) that are still on the host."""
+        """Wait for room in `storing`, then store the part of [first, stop) that is on the host."""
         # No lease protects the blocks during the wait: a slow store would keep the device full.
         async with self.storing.room((stop - first) * self._block_bytes):
             if self._index.spaces.is_retired(node):
@@ -519,8 +519,9 @@ class Copies:
     def store_first(self, node: TreeNode, start: int) -> bool:
         """Start to store blocks that a shrinking host tier would otherwise lose.
 
-        Of the node's blocks from `start` on, and the blocks of all nodes below it, those are stored
-        that only the host has. Each block is written at most once.
+        The blocks are those of the node from `start` on, and all blocks of the nodes below it. A
+        block is stored if neither the device nor storage has it. Each block is written at most
+        once.
 
         Args:
             node: a node of the index.
@@ -579,7 +580,11 @@ class Copies:
             self._work.capacity_changed()
 
     def _on_host(self, node: TreeNode, first: int, stop: int) -> tuple[TreeNode, int]:
-        """Return the end (node, index) of the unbroken blocks on the host from `first` on."""
+        """Return the end of the unbroken blocks on the host from `first` on.
+
+        The end is the index node with the last of these blocks, and the index after this block; it
+        is `node` and `first` if block `first` is not on the host.
+        """
         last, at = node, first
         for part, i, j in segments(node, first, min(stop, node.end)):
             host = part.copies[Tier.HOST]

@@ -454,7 +454,7 @@ class CacheEvents:
         Args:
             kind: the kind of change.
             tier: "device", "host" or "storage".
-            run: the blocks.
+            run: the blocks that the event names.
             session_id: the session in whose turn the blocks were computed; "" without one.
 
         Returns:
@@ -492,7 +492,7 @@ class CacheEvents:
         Args:
             kind: the kind of change.
             tier: "device", "host" or "storage".
-            run: the blocks.
+            run: the blocks that the event names.
             session_id: the session in whose turn the blocks were computed; "" without one.
         """
         self._number += 1

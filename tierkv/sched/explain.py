@@ -87,7 +87,7 @@ def explain(  # noqa: PLR0913 - what else is known at this moment
 
     Args:
         index: the index of all blocks.
-        prompt: the prompt.
+        prompt: the prompt to explain.
         match: the cached blocks of the prompt at this moment.
         history: the latest evictions and failures of blocks.
         fetching: True if the block after the match is being fetched from storage.
@@ -142,7 +142,7 @@ _PLACES = {CopyState.READY: "device", CopyState.INCOMING: "loading", CopyState.A
 
 
 def _elsewhere(index: Index, prompt: Prompt, block: int) -> str | None:
-    """Return the name of another space that has block `block` of the prompt, or all of it."""
+    """Return the name of another space that has the prompt's block `block`, or the whole prompt."""
     for space in index.spaces.all():
         other = Prompt(prompt.tokens, prompt.block_size, prompt.extras, space.name)
         if space.name != prompt.space:

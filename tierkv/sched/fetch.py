@@ -59,7 +59,7 @@ class Landed:
 
     Attributes:
         lease: lease of the prompt's full blocks that are cached by now.
-        tail: lease of a cached partial block after these; None without one.
+        tail: lease of a cached partial block after the full blocks; None without one.
         num_tokens: number of tokens that this fetch has brought.
         direct: ranges of the prompt's tokens that came from another node's memory.
         problem: the outcome by which the fetch stopped early, with its reason; None while it runs,
@@ -100,7 +100,7 @@ class FetchGroups:
 
     Args:
         tiers: the tiers to fetch into.
-        source: the source of the blocks.
+        source: the storage tier or the other node's memory from which the blocks are read.
     """
 
     def __init__(self, tiers: Tiers, source: Source) -> None:
@@ -338,7 +338,7 @@ class SharedTails:
         Args:
             prompt: the prompt to extend.
             cached: a lease of the prompt's cached blocks; the tail is inserted after them.
-            found: the tail.
+            found: the stored tail, from `find`.
             slots: the host slot, int32 [1].
 
         Returns:
@@ -385,14 +385,14 @@ class Fetched:
     be evicted, and the request may find fewer of its tokens cached.
 
     Attributes:
-        tokens: tokens of the prompt that came from storage in this call.
+        tokens: range of the prompt's tokens that this fetch brought.
         first_problem: the outcome by which the fetch ended before the end of the prompt, with its
             reason; None if it did not.
-        earlier: tokens that came for the same request in earlier calls, if the owner sets them.
+        earlier: ranges of tokens that earlier fetches brought for the same request; () unless the
+            owner of this result sets them.
         direct: the parts of `tokens` and `earlier` that came from another node's memory.
         began_at: start of the fetch, in seconds of the monotonic clock.
-        matched_at: time at which storage had answered which of the blocks it has, on the same
-            clock.
+        matched_at: time at which the keys to fetch were known, on the same clock.
         ended_at: end of the fetch, on the same clock.
     """
 
@@ -529,7 +529,12 @@ class Fetcher:
     def busy(self, keys: Sequence[StoredKey], start: int) -> asyncio.Future[None] | None:
         """Return a future for the end of a running fetch that shares blocks with `keys`.
 
-        The result is None if there is no such fetch.
+        Args:
+            keys: storage keys of consecutive blocks of a prompt.
+            start: index of the first of these blocks.
+
+        Returns:
+            The future; None if there is no such fetch.
         """
         # A key depends on all tokens before it. Two runs of keys therefore share blocks exactly if
         # their keys agree at the first index that both have.
@@ -544,7 +549,15 @@ class Fetcher:
         return None
 
     def reserve(self, keys: Sequence[StoredKey], start: int) -> _Run:
-        """Record that `keys` are being fetched; other fetches of these keys wait until `finish`."""
+        """Record that `keys` are being fetched; other fetches of these keys wait until `finish`.
+
+        Args:
+            keys: storage keys of consecutive blocks of a prompt.
+            start: index of the first of these blocks.
+
+        Returns:
+            The record, to pass to `finish`.
+        """
         run = _Run(start, keys, asyncio.get_running_loop().create_future())
         self.in_flight.append(run)
         return run
@@ -583,11 +596,12 @@ class _Fetch:
         transfer: the bytes of this fetch, by which the speed of storage is measured.
         is_whole: True once all of this prompt's blocks in storage have arrived; a tail of another
             prompt may still come.
-        fate: the reason why the fetch stopped, if that is not an answer of the store.
+        fate: the reason why not all blocks came in time; None without one, and if the answer of
+            the store in `landed.problem` is the reason.
         question: the decision to ask storage; None if storage was not asked.
         is_late: True once the request went on without this fetch.
         began_at: start, in seconds of the monotonic clock.
-        matched_at: time at which storage had answered which blocks it has; 0 before that.
+        matched_at: time at which the keys to fetch were known, on the same clock; 0 before that.
     """
 
     fetcher: Fetcher
@@ -722,7 +736,7 @@ class _Fetch:
             await self._fetch_shared_tail(keys)
 
     async def _match(self) -> tuple[Sequence[StoredKey], int]:
-        """Return the keys of missing blocks, and how many of them storage has without a gap."""
+        """Return the keys of missing blocks, and how many of the first ones storage should have."""
         fetcher = self.fetcher
         keys = await self._wait_for_other_fetches()
         if not keys:
@@ -798,7 +812,7 @@ class _Fetch:
         return found
 
     def _worth_fetching(self, keys: Sequence[StoredKey], question: Decision) -> Sequence[StoredKey]:
-        """Return the first part of `keys`, which is worth fetching; [] if nothing is."""
+        """Return those first of `keys` that are worth fetching; [] if none is."""
         estimator, end = self.fetcher.estimator, self.landed.lease.num_blocks + len(keys)
         end_token = min(end * self.prompt.block_size, self.prompt.num_tokens)
         tokens = end_token - self.landed.lease.num_blocks * self.prompt.block_size

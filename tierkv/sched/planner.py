@@ -19,7 +19,7 @@ class Step:
     """Blocks to evict, and whether they must be copied to the tier below first.
 
     Attributes:
-        victim: the blocks.
+        victim: the blocks to evict, all of one index node.
         must_copy: True if the write rule demands the copy, or if later blocks of the same prompt
             stay cached and could not be matched without these blocks.
     """
@@ -59,7 +59,7 @@ def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRul
 
 
 def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
-    """Return the parts of a victim, the last first, with True if the tier below has the part."""
+    """Split a victim into parts, the last first, each with True if another tier has a copy."""
     node, start, stop = victim.node, victim.start, victim.stop
     host = node.copies[Tier.HOST]
     if tier is Tier.DEVICE and host.uniform is not None:
@@ -78,7 +78,10 @@ def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
 
 
 def _has_below(part: Victim, tier: Tier, forgotten: set[tuple[int, int]]) -> bool:
-    """Return whether evicting this part would leave cached blocks that no match can reach."""
+    """Return whether evicting this part would leave cached blocks that no match can reach.
+
+    `forgotten` has the (node uid, first block) of each part that the plan evicts without a copy.
+    """
     if tier is Tier.HOST:
         return False  # a host victim has no descendant that is on the host only
     node: TreeNode = part.node

@@ -225,8 +225,8 @@ class Scheduler:
 
         Args:
             spec: the request.
-            fetched: blocks fetched from storage for it. They are released on return or error. They
-                are released earlier if waiting requests block each other by their fetched blocks.
+            fetched: blocks fetched from storage for it. The call releases them when it ends, or
+                earlier if waiting requests block each other by their fetched blocks.
 
         Returns:
             The running request.

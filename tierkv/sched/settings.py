@@ -33,8 +33,8 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         background_copy_bytes: upper limit of bytes in flight of the copies that these two rules
             make, to the host and to storage each.
         fetch_deadline_s: largest number of seconds that a request waits for storage before it
-            computes: since the last arrival of blocks with wait_complete, in total with the other
-            policies.
+            computes. If fetch_policy is wait_complete, the seconds count from the last arrival of
+            blocks; otherwise they are the request's total.
         fetch_policy: rule for the wait for storage: best_effort waits only while a fetch is
             estimated to be faster than computing, wait_complete while blocks arrive, deadline until
             fetch_deadline_s.

@@ -471,7 +471,7 @@ class Mover:
     same time. A thread submits long copies within the device.
 
     Args:
-        device: the device.
+        device: the device on whose queues the copies run.
         planes: the memory of the device blocks.
         host: the memory of the host slots.
     """
@@ -642,7 +642,11 @@ class Mover:
         return movement
 
     def _follow(self, movement: Movement, counts: Direction | None) -> None:
-        """End the movement and count its bytes when its last event is done, in a later turn."""
+        """End the movement when its last event is done, and count its bytes under `counts`.
+
+        A movement that counts (load or offload) ends in a later turn of the loop. With None, a copy
+        within the device, no bytes count, and a movement that is already done ends at once.
+        """
         submission, is_long = movement.submission, movement.num_bytes > _SHORT_BYTES
         loop, events = asyncio.get_running_loop(), _events_of(submission)
 

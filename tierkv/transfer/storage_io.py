@@ -296,7 +296,7 @@ class TailLists:
         self._stats = stats
 
     async def note(self, keys: Sequence[StoredKey], *, generation: int | None = None) -> None:
-        """Add those of `keys` that are tails, and have been stored, to their lists.
+        """Add the tails among `keys`, which must be stored already, to the lists of tails.
 
         Failures are ignored: other prompts do not find a tail that is not listed.
 
@@ -439,7 +439,7 @@ _PLAIN = PlainCodec()
 
 @dataclass(slots=True)
 class StorageStats:
-    """Counts of reads and writes since the start."""
+    """Counts of one `StorageIO`'s reads and writes since the start of the node."""
 
     fetched_blocks: int = 0
     fetched_bytes: int = 0
@@ -530,7 +530,7 @@ class StorageIO:
 
     @property
     def reads_at_once(self) -> bool:
-        """True if asking costs the store as much as reading, so that lookups read at once."""
+        """True if lookups are no cheaper than reads, so that blocks are read without a lookup."""
         return not self.store.capabilities.has_cheap_questions
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
@@ -576,7 +576,7 @@ class StorageIO:
             size = other
 
     async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
-        """Return, for each of `keys`, True if a node with as many ranks has stored the block.
+        """Return, for each key, True if a node with as many ranks as this has stored the block.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -998,7 +998,7 @@ class Values:
     def encode_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """Return the values of blocks without checksums, which the sender fills in.
+        """Return the stored values of blocks; the sender fills in their checksums.
 
         No bytes of the blocks are read, so the event loop is not blocked.
 
@@ -1078,7 +1078,7 @@ async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncI
     After the body, no thread reads a value any more.
 
     Args:
-        threads: the threads to use.
+        threads: the worker threads that compute the headers.
         items: the values, in the order in which they are sent. Only those whose header the sender
             must fill in (`PutItem.complete`) are changed.
     """

@@ -25,6 +25,8 @@ from tierkv.transfer.storage_io import Slice, Slices, StorageIO
 class StorageOptions:
     """The settings of a service's storage tier, apart from the common store.
 
+    The common store has the blocks of all fingerprints without a store of their own.
+
     Attributes:
         open: opens a store by its URL; if None, only store objects can be attached.
         tenants: stores for the blocks of single fingerprints, by the fingerprint's short form.
@@ -104,7 +106,7 @@ class StorageTier:
     store, each operation of `io` fails.
 
     Args:
-        store: the common store, None for none.
+        store: the common store, for fingerprints without a store of their own; None for none.
         options: settings, and the stores of single fingerprints.
         on_change: called when a store is attached or detached, or answers again after a failure.
             Blocks that were believed to be stored may then be missing.
