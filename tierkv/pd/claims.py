@@ -156,10 +156,10 @@ class Watch:
         raise await self._missing_ticket(loop.time() - began)
 
     async def ask_producer(self) -> None:
-        """Ask the prefill node every second, until cancelled, if it has given up the publish.
+        """Until cancelled, ask the prefill node every second whether it has given up the publish.
 
-        If so, `ticket` raises an error with the node's reason. This is needed for a full store, to
-        which the node cannot write the reason.
+        If so, `ticket` raises an error with the node's reason. The question is needed if the store
+        is full, because the node cannot write the reason there.
         """
         while True:
             await asyncio.sleep(_ASK_EVERY_S)
@@ -168,10 +168,11 @@ class Watch:
                 self._failed, self._failure = opened, failure
 
     async def _read_within(self, budget: Budget, give_up_at: float) -> Ticket | None:
-        """Return the ticket if it can be read now, within the budget, else None.
+        """Read the ticket once; return None if it may still come or the store fails.
 
-        Set `_problem` to the store's error, or to None, and set `_is_useless` if the claim should
-        stop waiting.
+        `give_up_at` is the loop time at which the claim ends. `_problem` becomes the store's
+        failure, or None after an answer. `_is_useless` becomes True if the claim should not read
+        again.
         """
         loop, tier = asyncio.get_running_loop(), self._estimator.tier
         began = loop.time()
@@ -359,7 +360,7 @@ _ALWAYS_REFUSED = (HandoffProblem.INCOMPATIBLE.value, HandoffProblem.OTHER_PROMP
 
 
 class ClaimPolicy(Enum):
-    """The rule for a claim whose ticket or blocks cannot be read.
+    """The rule for a claim with a ticket or blocks that cannot be read.
 
     A ticket also contains the first generated tokens. A request that continues without a ticket
     generates them itself. Whatever the rule, a ticket for another prompt or from an incompatible
@@ -635,7 +636,11 @@ async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement
 
 
 def _note(fetched: Fetched, near: Supply) -> None:
-    """Record the tokens of this fetch in `near`, and of earlier fetches in `fetched`."""
+    """Add the token ranges of a fetch to those of the claim in `near`.
+
+    `fetched` receives the ranges of the claim's earlier fetches, and all ranges that were read from
+    another node's memory.
+    """
     fetched.earlier = tuple(near.came)
     near.came.append(fetched.tokens)
     near.direct.extend(fetched.direct)

@@ -319,9 +319,10 @@ class RequestBlocks:
 
     @asynccontextmanager
     async def on_host(self, blocks: range, after: Sequence[Event]) -> AsyncIterator[Ids]:
-        """Copy blocks that the host tier lacks to staging slots, and yield the host slots of all.
+        """Yield a host slot for each of `blocks`: its slot of the host tier, or a staging slot.
 
-        The bytes stay in these slots while the body runs, even if the request ends.
+        Blocks that the host tier lacks are first copied to staging slots. The bytes stay in the
+        yielded slots while the body runs, even if the request ends.
         """
         request, after = self._request, (*after, *self._request.written)
         async with self._staging.group(len(blocks)) as group:

@@ -51,8 +51,9 @@ class Portions:
 
         Args:
             request: an admitted request that has not been returned to a caller yet.
-            budget: the time that the request may still wait for storage.
-            keys: keys of the prompt's blocks; () to compute them here.
+            budget: the time that the request may still wait for storage; each portion may extend
+                the time (see `Budget.arrived`).
+            keys: keys of the prompt's blocks; () if this call is to compute the keys.
 
         Returns:
             The outcome of the first block that did not arrive; None if all blocks arrived.
@@ -80,8 +81,8 @@ class Portions:
 
         Args:
             request: an admitted request.
-            budget: the time that the request may still wait for storage; each portion counts as an
-                arrival.
+            budget: the time that the request may still wait for storage; each portion may extend
+                the time (see `Budget.arrived`).
             keys: keys of the prompt's blocks.
 
         Returns:

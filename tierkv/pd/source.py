@@ -79,7 +79,7 @@ class PeerSource(Protocol):
 
         Args:
             ticket_id: id of the ticket.
-            prompt: the prompt whose blocks are offered.
+            prompt: the prompt of the offered blocks.
             ledger: calls back when the ticket has ended.
 
         Returns:

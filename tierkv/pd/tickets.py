@@ -195,8 +195,7 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ticket_id: id of the ticket.
-        created_at: Unix seconds of the ticket's creation, by which two tickets of one id are told
-            apart.
+        created_at: Unix seconds of the ticket's creation; distinguishes tickets with the same id.
         claimer: name of the node that claimed the ticket.
         claimed_at: Unix seconds of the claim.
     """
@@ -497,7 +496,7 @@ class Tickets:
     def hashed_keys_of(self, prompt: Prompt) -> Coroutine[None, None, KeyRun]:
         """Compute the keys of all blocks of a prompt, the tail's included, and return them.
 
-        Other tasks of the event loop run meanwhile.
+        Other tasks of the event loop run during the call.
         """
         return self._tiers.copies.hashed_keys(prompt)
 
@@ -968,7 +967,7 @@ def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
     """Check that the store accepted all blocks of a write.
 
     Args:
-        storage: the storage tier, whose store an error names.
+        storage: the storage tier that wrote the blocks; an error names the URL of its store.
         outcomes: the outcome of each block.
 
     Raises:
@@ -1269,4 +1268,4 @@ class TicketLedger:
             self._change(ticket_id, Standing.ACKNOWLEDGED)
             self._release_holds(ticket_id)
         elif ticket_id in self._issued:
-            self._issued.move_to_end(ticket_id)  # check the others first next time
+            self._issued.move_to_end(ticket_id)  # check other tickets first next time

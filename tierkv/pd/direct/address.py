@@ -47,9 +47,10 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
         machine: identity of the producer's machine and user, within which processes can read each
             other's memory; "" if that is impossible.
         name: name of the Unix socket of the same server, for claimers on `machine`; "" for none.
-        pid: id of the process whose host tier can be read on `machine`; 0 for none.
-        place: UUID of the GPU whose planes (device memory) can be read on `machine`, or "cpu" if
-            the device is the CPU; "" for none.
+        pid: id of the producer's process, for claimers on `machine` to read its host tier; 0 if
+            they cannot.
+        place: UUID of the GPU, or "cpu" if the device is the CPU, for claimers on `machine` to read
+            its planes (device memory); "" if they cannot.
         engine: the producer's name in Mooncake's transfer engine; "" if that does not run.
     """
 

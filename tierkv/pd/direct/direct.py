@@ -70,7 +70,7 @@ class ShownBlocks:
 
     Attributes:
         uid: user id of the claimer's process; None if it is not known.
-        leases: the leases.
+        leases: leases that protect these blocks from eviction; [] if there are none.
     """
 
     uid: int | None
@@ -153,7 +153,7 @@ class DirectServer:
 
         Args:
             offer: name of the offer, which no other prompt has.
-            prompt: the prompt whose blocks are offered.
+            prompt: the prompt of the offered blocks.
 
         Returns:
             The address at which claimers ask.
@@ -540,10 +540,10 @@ class Direct:
         storage: the storage tier.
         slots: the host tier's memory.
         settings: the permitted paths and addresses.
-        codecs: returns the codec that seals a fingerprint's stored blocks, for the short form of
-            the fingerprint; None if all blocks have plain checksums. Only blocks with plain
-            checksums are offered: everyone who can read the store knows the secrets in tickets, and
-            could read signed or encrypted blocks with them.
+        codecs: called with `Fingerprint.short`; returns the codec for stored blocks of that
+            fingerprint. None instead of a function if all blocks have plain checksums. Only blocks
+            with plain checksums are offered: everyone who can read the store knows the secrets in
+            tickets, and could read signed or encrypted blocks with them.
         stats: counts of the node's hand-offs.
         allocate: `Scheduler.acquire_device`, which acquires device slots for a number of blocks of
             a prompt.

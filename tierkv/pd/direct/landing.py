@@ -3,7 +3,7 @@
 The copies bypass both host tiers:
 
 acquire device slots -> copy the producer's blocks
-    -> check that the producer kept them in place meanwhile -> insert them into the index
+    -> check that the producer kept them in place until then -> insert them into the index
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Landing:
         self._threads = WorkerThreads("direct hand-off", 1)
         self._planes = OpenPlanes(sharing, lambda: tiers.mover.planes)
         self._was_used = asyncio.Event()
-        self._unreachable: set[str] = set()  # places whose memory cannot be read from here
+        self._unreachable: set[str] = set()  # places with memory that cannot be read from here
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -159,7 +159,7 @@ Read = Callable[[Sequence[RemotePiece]], None]  # reads one producer's host tier
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A producer whose host tier one claim reads.
+    """A producer with a host tier that one claim reads.
 
     Attributes:
         path: MEMORY on the same machine, otherwise NETWORK.
@@ -276,7 +276,7 @@ class Offers:
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
         """Return the number of `keys` before the first one that neither a producer nor storage has.
 
-        Storage is asked only for the keys from the first one on that no producer offers.
+        Storage is asked only for the first key that no producer offers, and for the keys after it.
 
         Raises:
             StoreUnavailableError: the store does not answer, and no producer offers the first key.
@@ -359,7 +359,10 @@ class Offers:
                 )
 
     def _read_and_check(self, peer: Peer, reads: Sequence[_Read]) -> list[int]:
-        """Return the indexes (`at`) of the blocks that arrived intact. Runs in a thread."""
+        """Read and check blocks; return `_Read.at` of each block that arrived intact.
+
+        The call blocks, so it runs in a thread.
+        """
         part = self._storage.slices.parts[0]
         payloads = [part.payload(read.slot, read.key.num_tokens) for read in reads]
         peer.read(
