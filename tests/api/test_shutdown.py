@@ -55,7 +55,7 @@ async def test_a_hurry_gives_up_a_publish() -> None:
         on.latch.hold(Direction.OFFLOAD)
         await on.latch.until_held()
         on.node.drain()
-        on.node.hurry()
+        on.node.end_grace()
         await finish(on.node.idle(grace_s=3600))
         assert (await task).status == 503
         on.latch.release()
@@ -115,7 +115,7 @@ class Stubborn:
         yield
 
     def drain(self) -> None: ...
-    def hurry(self) -> None: ...
+    def end_grace(self) -> None: ...
 
     async def idle(self, *, grace_s: float) -> None:
         await asyncio.sleep(grace_s)

@@ -143,7 +143,7 @@ async def test_where_other_sizes_have_stored_blocks_before_the_size_is_asked_for
         storage = decode.service.tiers.copies.storage
         assert storage is not None
         storage.slices.peer_tensor_parallel = (2,)
-        storage.meets_other_sizes = True
+        storage.has_other_sizes = True
         request = await claimed(decode, PROMPT, new=0)
         assert request.cached_tokens == len(PROMPT)
         assert store.num_asked == ALL_KEYS

@@ -279,15 +279,15 @@ class Node:
         """Reject new requests and report not ready; running requests continue."""
         self.service.drain()
 
-    def hurry(self) -> None:
+    def end_grace(self) -> None:
         """Cancel running publishes, and make `idle` cancel running requests at once."""
         self.service.publishings.give_up()
-        self._working.hurry()
+        self._working.end_grace()
 
     async def idle(self, *, grace_s: float) -> None:
         """Wait until no request runs.
 
-        Requests that still run are cancelled after `grace_s` seconds, or once `hurry` is called.
+        Requests that still run are cancelled after `grace_s` seconds, or by `end_grace`.
         """
         await self._working.idle(grace_s=grace_s)
 

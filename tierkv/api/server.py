@@ -217,11 +217,11 @@ async def serve(
     last_resort.why = partial(_why_left, node)
     grace_s = node.settings.node.drain_grace_s
     at = listening(node, *listeners)
-    with stop_signal(node.hurry) as stop:
+    with stop_signal(node.end_grace) as stop:
 
         def failed() -> None:
             last_resort.start()
-            node.hurry()
+            node.end_grace()
             stop.set()
 
         node.service.on_failure = failed

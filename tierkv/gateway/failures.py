@@ -150,7 +150,7 @@ def failure_of(request: web.BaseRequest, error: Exception) -> Failure:
         request: The request that failed.
         error: The error that its handler raised.
     """
-    found = problem_of(request, error, what_is_here="send prompts to POST /v1/completions")
+    found = problem_of(request, error, unknown_path_hint="send prompts to POST /v1/completions")
     kind = (
         "server_error"
         if found.status >= HTTPStatus.INTERNAL_SERVER_ERROR

@@ -350,16 +350,16 @@ class Gateway:
         """Reject new requests and report not ready; running prompts continue."""
         self.is_draining = True
 
-    def hurry(self) -> None:
+    def end_grace(self) -> None:
         """Cancel the running prompts without a grace time.
 
         A running `idle` cancels them now; otherwise, later calls of `idle` cancel them at once.
         """
-        self._working.hurry()
+        self._working.end_grace()
 
     async def idle(self, *, grace_s: float) -> None:
         """Wait until no prompt runs.
 
-        Prompts that still run are cancelled after `grace_s` seconds, or once `hurry` is called.
+        Prompts that still run are cancelled after `grace_s` seconds, or by `end_grace`.
         """
         await self._working.idle(grace_s=grace_s)

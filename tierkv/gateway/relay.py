@@ -285,10 +285,10 @@ class Delivery:
         """
         tokens, pieces = received.tokens, received.pieces
         if len(pieces) != len(tokens):
-            raise self._blame(node, "sent tokens without their texts")
+            raise self._node_error(node, "sent tokens without their texts")
         known = self.tokens[offset : offset + len(tokens)]
         if list(tokens[: len(known)]) != known:
-            raise self._blame(
+            raise self._node_error(
                 node, "continued the answer with other tokens than the node before it"
             )
         if not tokens:
@@ -311,7 +311,7 @@ class Delivery:
         """Return the log probabilities of an event's tokens after the first `known` ones."""
         found = (received.logprobs or [])[known:]
         if len(found) < len(received.tokens) - known:
-            raise self._blame(node, "sent tokens without their log probabilities")
+            raise self._node_error(node, "sent tokens without their log probabilities")
         if None in found:
             raise HandoffRefusedError(
                 HandoffProblem.INCOMPLETE.value,
@@ -319,7 +319,7 @@ class Delivery:
             )
         return [one for one in found if one is not None]
 
-    def _blame(self, node: BackendNode, what: str) -> NodeFailedError:
+    def _node_error(self, node: BackendNode, what: str) -> NodeFailedError:
         node.note_failure(self.now())
         return NodeFailedError(f"{node.url} {what}")
 
@@ -447,7 +447,7 @@ class Delivery:
         try:
             return msgspec.json.decode(event.data, type=kind)
         except UNREADABLE as error:
-            raise self._blame(node, f"sent an answer that cannot be read: {error}") from error
+            raise self._node_error(node, f"sent an answer that cannot be read: {error}") from error
 
     def learn(self, node: BackendNode, done: Done, after: Sequence[int] = ()) -> None:
         """Record that a node finished its stream, and that the node has the prompt cached now.

@@ -371,7 +371,7 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
     with tracing.exporting("gateway"), bind(section, asks_callers=asks_callers) as listener:
 
         async def serve() -> None:
-            with stop_signal(gateway.hurry) as stop:
+            with stop_signal(gateway.end_grace) as stop:
                 await process.serve(
                     gateway,
                     "the gateway",

@@ -169,7 +169,7 @@ def problem_of(
     request: web.BaseRequest,
     error: Exception,
     *,
-    what_is_here: str = "GET /openapi.json lists all routes",
+    unknown_path_hint: str = "GET /openapi.json lists all routes",
 ) -> Problem:
     """Return the body of the error answer to `request`.
 
@@ -178,14 +178,14 @@ def problem_of(
     Args:
         request: The request that failed.
         error: The error that its handler raised.
-        what_is_here: End of the error sentence about an unknown path, which says where to find the
-            routes.
+        unknown_path_hint: End of the error sentence about an unknown path, which says where to find
+            the routes.
     """
     row = status, code, title = _row(error)
     if row == INTERNAL:
         detail = "An unexpected error happened: the log of this server has the details."
     elif isinstance(error, web.HTTPException):
-        detail = _sentence(request, error, what_is_here)
+        detail = _sentence(request, error, unknown_path_hint)
     else:
         detail = as_given(str(error)) or title  # a MemoryError has no text
     found = Problem(
@@ -219,7 +219,7 @@ def _row(error: Exception) -> tuple[int, str, str]:
     return INTERNAL
 
 
-def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: str) -> str:
+def _sentence(request: web.BaseRequest, error: web.HTTPException, unknown_path_hint: str) -> str:
     """Return a sentence about an error of aiohttp: what is wrong, and if known, what to do."""
     path = request.path[:200]
     if isinstance(error, web.HTTPRequestEntityTooLarge):
@@ -229,7 +229,7 @@ def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: 
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{path} does not support {request.method}: use {_allowed(error)}"
     if isinstance(error, web.HTTPNotFound):
-        return f"there is no route {path}: {what_is_here}"
+        return f"there is no route {path}: {unknown_path_hint}"
     return f"{request.method} {path}: {error.reason}"
 
 

@@ -125,7 +125,7 @@ class Working:
         self.cut_off = cut_off
         self.calls: set[CallUnderWay] = set()
         self._changed = asyncio.Event()
-        self._is_hurried = False
+        self._has_grace_ended = False
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -140,22 +140,22 @@ class Working:
     def changed(self) -> None:
         self._changed.set()
 
-    def hurry(self) -> None:
+    def end_grace(self) -> None:
         """Cancel running calls without a grace time.
 
         A running `idle` cancels them now; otherwise, later calls of `idle` cancel them at once.
         """
-        self._is_hurried = True
+        self._has_grace_ended = True
         self.changed()
 
     async def idle(self, *, grace_s: float) -> None:
         """Wait until no call runs.
 
-        Calls that still run are cancelled after `grace_s` seconds, or once `hurry` is called.
+        Calls that still run are cancelled after `grace_s` seconds, or by `end_grace`.
         """
         try:
             async with asyncio.timeout(grace_s):
-                while self.calls and not self._is_hurried:
+                while self.calls and not self._has_grace_ended:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -168,20 +168,20 @@ class Working:
 
 
 @contextmanager
-def stop_signal(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
-    """Yield an event that the first SIGTERM or SIGINT sets. A second signal calls `hurry`.
+def stop_signal(end_grace: Callable[[], None]) -> Iterator[asyncio.Event]:
+    """Yield an event that the first SIGTERM or SIGINT sets. A second signal calls `end_grace`.
 
     SIGHUP does not end the process.
 
     Args:
-        hurry: Function that cancels running requests.
+        end_grace: Function that cancels running requests.
     """
     stop = asyncio.Event()
 
     def on_signal() -> None:
         if stop.is_set():
             log.warning("a second signal: not waiting for the work under way")
-            hurry()
+            end_grace()
         stop.set()
 
     def on_hangup() -> None:
@@ -203,7 +203,7 @@ class Served(Protocol):
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
     def drain(self) -> None: ...
-    def hurry(self) -> None: ...
+    def end_grace(self) -> None: ...
     async def idle(self, *, grace_s: float) -> None: ...
 
 

@@ -438,7 +438,7 @@ class RankSocket:
         self._ends: dict[int, int] = {}  # descriptors of the ranks' processes
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
-        self._is_deaf = False  # the last connection could not be accepted
+        self._has_failed_to_accept = False  # the last connection could not be accepted
 
     def shards(self, group: int) -> list[Layout]:
         """Return the layout of each rank for the KV cache group number `group`."""
@@ -565,12 +565,12 @@ class RankSocket:
         try:
             end, _ = self._listener.accept()
         except OSError as error:  # for example no free descriptor; the rank is accepted later
-            if not self._is_deaf:
+            if not self._has_failed_to_accept:
                 log.error("no rank can connect at %s at the moment: %s", self._path, error)
-            self._is_deaf = True
+            self._has_failed_to_accept = True
             time.sleep(_ASK_AGAIN_S)
             return
-        self._is_deaf = False
+        self._has_failed_to_accept = False
         try:
             link, hello = receive_hello(end, _ANSWER_S)
         except (LinkClosedError, StoreCorruptError) as error:

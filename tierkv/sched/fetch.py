@@ -752,7 +752,7 @@ class _Fetch:
         self.claimed.append(fetcher.reserve(keys, start))
         # Only a lookup finds blocks that were stored with another block size.
         is_asked = not (self.promised or fetcher.storage.reads_at_once)
-        if not is_asked and not fetcher.storage.meets_other_sizes:
+        if not is_asked and not fetcher.storage.has_other_sizes:
             present = len(keys)
         elif self.known is not None and self.known.blocks.start <= start <= self.known.blocks.stop:
             present = min(self.known.blocks.stop - start, len(keys))

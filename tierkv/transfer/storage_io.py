@@ -471,7 +471,7 @@ class StorageIO:
             service; None for an object that only this one uses.
 
     Attributes:
-        meets_other_sizes: True once a block was found that a node with another number of ranks has
+        has_other_sizes: True once a block was found that a node with another number of ranks has
             stored.
         asking: called when a lookup in the store begins. Returns a function, which is called with
             the digest of each block that the store lacks.
@@ -498,7 +498,7 @@ class StorageIO:
         self._codecs = codecs or (lambda _: _PLAIN)
         self._values = Values(self.slices, self._codec, block_ttl_s)
         self._found: OrderedDict[bytes, int] = OrderedDict()  # digest -> number of ranks
-        self.meets_other_sizes = False  # True once a block of another size was found
+        self.has_other_sizes = False  # True once a block of another size was found
         self.asking: Callable[[], Callable[[bytes], None]] = lambda: _ignore
         self._is_far = False  # the last question took longer than _FAR_S
         # The checksum of a 2 MiB block would block the loop for 70 us.
@@ -622,7 +622,7 @@ class StorageIO:
                 for key in keys:
                     self._found.pop(key.digest, None)
             return
-        self.meets_other_sizes = True
+        self.has_other_sizes = True
         for key in keys:
             self._found[key.digest] = size
             while len(self._found) > _MAX_FOUND:
@@ -677,7 +677,7 @@ class StorageIO:
             sizes = await self._sizes_of([keys[at] for at in missed], self.slices.size)
             found = {at: size for at, size in zip(missed, sizes, strict=True) if size is not None}
             if found:
-                self.meets_other_sizes = True
+                self.has_other_sizes = True
                 slots = slot_ids[list(found)]
                 again = await self._fetch([keys[at] for at in found], slots, [*found.values()])
                 for at, outcome in zip(found, again, strict=True):
