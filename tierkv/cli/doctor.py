@@ -52,7 +52,7 @@ def doctor(*, config: Path | None, url: str | None, as_json: bool) -> None:
     """Measure this machine's GPUs, memory and store, and print remedies for faults.
 
     The command writes 32 MiB to the store three times, reads them back and removes them. It exits
-    with 1 if there is no usable GPU, a GPU is unusable, or the store cannot be reached.
+    with 1 if a GPU, its driver or CuPy is missing or unusable, or the store cannot be reached.
     """
     given = {} if url is None else {"TIERKV_STORAGE__URL": url}
     settings = load(NodeSettings, config, os.environ | given, other_kind=GatewaySettings)

@@ -24,7 +24,8 @@ def print_json(answer: object) -> None:
 def progress(doing: str) -> Iterator[None]:
     """While the body runs, show its name and its running time in seconds on stderr.
 
-    Only a terminal shows it, from the first full second on. The body must print nothing to stdout.
+    The line appears after one second, and only on a terminal. The body must print nothing to
+    stdout.
 
     Args:
         doing: name of the work, such as "reading".

@@ -70,7 +70,7 @@ def config(names: tuple[str, ...], *, role: str, path: Path | None, as_json: boo
 
 
 def _chosen(names: Sequence[str], known: Sequence[str], values: Mapping[str, Any]) -> Sequence[str]:
-    """Return the settings that `names` contain, alone or by their table; all for no names."""
+    """Return the settings that `names` list by name or by table; all settings for no names."""
     for name in names:
         if name not in known:
             raise ConfigError(f"there is no setting {name}{suggestion(name, known)}")

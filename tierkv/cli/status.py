@@ -33,7 +33,7 @@ class Seen:
 
     Attributes:
         url: its address, with secrets masked.
-        name: its name.
+        name: the name that it reports.
         role: prefill, decode, both or gateway.
         version: its version of tierkv.
         health: ok, degraded, not ready, or no answer.

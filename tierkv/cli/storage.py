@@ -337,8 +337,8 @@ def rm(
 ) -> None:
     """Remove the values that --prefix and --expires-within select.
 
-    They may be those of one model and tenant, of one block, or those that expire soon. Without
-    --yes, the command only prints what it would remove.
+    For example, the command removes the values of one model and tenant, the values of one block, or
+    the values that expire soon. Without --yes, it only prints their number and size.
     """
     prefix = checked(prefix)
     if not yes:

@@ -213,7 +213,10 @@ class AsyncClient:
     def stream_prefill(
         self, body: PrefillBody
     ) -> AbstractAsyncContextManager[TokenStream[PrefillAnswer]]:
-        """Prefill as a stream: the first token, then the answer once the prompt is published."""
+        """Call `prefill`, and provide a stream of the first token before the whole answer.
+
+        The answer arrives once the prompt is published.
+        """
         return self._node.stream("/v1/prefill", PrefillAnswer, replace(body, stream=True))
 
     def stream_decode(
@@ -261,7 +264,10 @@ class AsyncClient:
         return await self._node.ask("GET", "/v1/tickets/{id}", TicketAnswer, name)
 
     async def forget_ticket(self, name: str) -> TicketAnswer:
-        """Delete a ticket that no node will claim. Blocks of its prompt stay until they expire."""
+        """Delete a ticket, which no node can claim after that.
+
+        The stored blocks that the ticket names stay until they expire.
+        """
         return await self._node.ask("DELETE", "/v1/tickets/{id}", TicketAnswer, name)
 
     # Operation of a node: tiers, quotas, blocks, life cycle
@@ -275,11 +281,11 @@ class AsyncClient:
         return await self._node.ask("POST", "/v1/pause", LifeAnswer)
 
     async def unpause(self) -> LifeAnswer:
-        """Admit new requests and those that wait since `pause`."""
+        """Admit requests again, those that have waited since `pause` included."""
         return await self._node.ask("POST", "/v1/resume", LifeAnswer)
 
     async def sleep(self, body: SleepBody | None = None) -> LifeAnswer:
-        """Free the device's memory until `wake`; requests wait meanwhile."""
+        """Free the device's memory until `wake`; new requests wait until then."""
         return await self._node.ask("POST", "/v1/sleep", LifeAnswer, body=body)
 
     async def wake(self, body: WakeBody | None = None) -> LifeAnswer:
@@ -291,14 +297,18 @@ class AsyncClient:
         return await self._node.ask("POST", "/v1/resize", TiersAnswer, body=body)
 
     async def reset(self) -> ResetAnswer:
-        """Remove all cached blocks that no request or pin uses; stored blocks stay."""
+        """Remove from device and host all blocks that no request or pin uses.
+
+        Stored blocks stay.
+        """
         return await self._node.ask("POST", "/v1/reset", ResetAnswer)
 
     async def forget_blocks(self, *, storage: bool = False) -> ResetAnswer:
-        """Remove all cached blocks that no request or pin uses.
+        """Remove from device and host all blocks that no request or pin uses.
 
         Args:
-            storage: True to remove the stored blocks, too.
+            storage: True to delete, too, the stored blocks of the node's fingerprints. Other nodes
+                that share the store lose these blocks.
         """
         query = "?storage=true" if storage else ""
         return await self._node.ask("DELETE", "/v1/blocks", ResetAnswer, query=query)

@@ -39,7 +39,7 @@ class Reply:
     Attributes:
         status: HTTP status.
         content_type: Media type of the body.
-        headers: The headers.
+        headers: The answer's headers.
         raw: The body.
     """
 

@@ -50,7 +50,7 @@ class SyncStream(Generic[A]):
     The end of the `with` closes the connection, and the node ends the work.
 
     Args:
-        client: The client.
+        client: The client that makes the call.
         opening: The context manager that opens the stream, to be entered on the client's loop.
     """
 

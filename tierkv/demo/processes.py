@@ -274,7 +274,7 @@ class Fleet:
     """A gateway, and the decode nodes behind it.
 
     Args:
-        gateway: the gateway.
+        gateway: the gateway that receives the prompts.
         decode: the decode nodes, by the URL that the gateway uses for them.
     """
 

@@ -252,7 +252,10 @@ class Play:
         tail_tokens: int,
         at: NodeProcess | None = None,
     ) -> Scene:
-        """Await the answer, and return a scene that compares it with the single node's answer."""
+        """Return a scene that compares the answer `asked` with the single node's answer.
+
+        The bytes in `Scene.moved` are counted at the node `at`, by default the decode node.
+        """
         where = at or self._nodes.decode
         before = await _moved(where)
         answer = await asked
