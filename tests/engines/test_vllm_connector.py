@@ -819,11 +819,11 @@ def test_turns_of_a_session_are_kept_and_hints_are_followed_or_counted(
     assert one.tokens([some], "next", session="a") == right
     one.tokens(others, "last")
     counts = one.ask("counts")
-    told = {name: counts[name] - before.get(name, 0) for name in counts}
-    assert (told["fetch_hints"], told["ignored_hints"]) == (1, 5)
-    assert told["kept_turns"] == 2
+    counted = {name: counts[name] - before.get(name, 0) for name in counts}
+    expected = {"fetch_hints": 1, "ignored_hints": 5, "kept_turns": 2}
+    assert {name: counted[name] for name in expected} == expected
     metrics = one.ask("metrics")
-    assert all(metrics[f"vllm:tierkv_{name}"] >= count > 0 for name, count in told.items())
+    assert all(metrics[f"vllm:tierkv_{name}"] >= count for name, count in expected.items())
     stored = [event for event in one.ask("events") if event["kind"] == "BlockStored"]
     names = set(one.ask("hashes", tokens=some))
     assert {event["session"] for event in stored if names & set(event["names"])} == {"a"}
