@@ -37,10 +37,10 @@ class Embedded:
     """A service in a thread of its own, and the requests of an engine that embeds it.
 
     Every method except `open`, `close` and `wait` returns within some tens of microseconds, and any
-    thread may call it. Most return a `Call`, whose result comes later. Calls about one request run
-    in the order in which they were made. Once per step, the engine reads the state of each call, or
-    collects finished calls with `poll`. An argument of the wrong kind raises BadRequestError in the
-    caller's thread, and nothing has changed.
+    thread may call it. Most return a `Call`, which has its result later. Calls about one request
+    run in the order in which they were made. Once per step, the engine reads the state of each
+    call, or collects finished calls with `poll`. A method that gets an argument of the wrong kind
+    raises BadRequestError in the caller's thread and changes nothing.
 
     Tokens are given as packed bytes (int32, little-endian), which is the fastest; as a list of
     ints, which the caller's thread packs in 8 ns a token; or as a `Prompt`, which also has images
@@ -114,7 +114,7 @@ class Embedded:
     def poll(self) -> list[Call[Any]]:
         """Return calls that have finished since the last poll.
 
-        Calls whose result was already read are left out.
+        A call is left out if its result was already read.
         """
         return self._thread.exchange.poll()
 
@@ -128,13 +128,13 @@ class Embedded:
 
     @property
     def calls(self) -> Exchange:
-        """The `Exchange` with all open calls."""
+        """The `Exchange` with the calls without an answer and the finished calls not yet read."""
         return self._thread.exchange
 
     # Requests
 
     def lookup(self, tokens: Tokens | Prompt) -> Call[Lookup]:
-        """Return a call whose result is the number of the prompt's cached tokens, by tier.
+        """Return a call that counts the prompt's cached tokens on each tier.
 
         The lookup changes nothing and protects no block from eviction: the result may be outdated
         at once.
@@ -414,7 +414,7 @@ class Embedded:
             after: events of kernels that may still use the blocks.
 
         Returns:
-            A call whose result is True if there was such a request.
+            The call. Its result is True if there was such a request.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.
@@ -491,7 +491,7 @@ def _prompt(service: Service, tokens: bytes | Prompt) -> Prompt:
 
 
 def _packed(tokens: Tokens) -> bytes:
-    """Return the tokens as packed bytes; bytes are checked later, on the service's thread."""
+    """Pack the tokens. Tokens given as bytes are returned unchecked."""
     return tokens if isinstance(tokens, bytes) else pack(tokens)
 
 

@@ -90,8 +90,8 @@ class Found:
             tokens from n * block_size on, with the cache group's own block size.
         num_there: number of the prompt's leading tokens on the host, including those that the
             engine also has in device blocks.
-        storage_tokens: number of found tokens that this lookup fetched from storage (the last
-            ones). Always 0 with a `NodeHost`.
+        storage_tokens: number of tokens that this lookup fetched from storage. They are the last of
+            the found tokens. Always 0 with a `NodeHost`.
     """
 
     num_tokens: int
@@ -107,13 +107,13 @@ class Polled:
     """The copies and publishes that have ended since the last poll.
 
     Attributes:
-        loaded: (key, failed) for each request whose load has ended. If the load succeeded, failed
-            is (). Otherwise failed has, for each cache group, the numbers of all prompt blocks of
-            the load; the device blocks for them may hold any bytes.
-        saved: keys of requests whose last running save has ended: their device blocks may be
+        loaded: (key, failed) for each load that has ended, with the key of its request. If the load
+            succeeded, failed is (). Otherwise failed has, for each cache group, the numbers of all
+            prompt blocks of the load; the device blocks for them may hold any bytes.
+        saved: keys of requests that have no running save any more: their device blocks may be
             reused.
-        stored: (key, n) for each save that has succeeded: lookups find its n blocks, of all cache
-            groups together, from now on.
+        stored: (key, n) for each save that has succeeded, with the key of its request. Lookups now
+            find n blocks of the save, counted over all cache groups.
         published: (key, result) for each publish that has ended: the ticket, or the error that
             prevented it.
     """
@@ -192,7 +192,7 @@ class LocalHost:
             named: keyword arguments of the method.
 
         Returns:
-            The call, whose result comes later.
+            The call. Its result comes later.
         """
         work = partial(method, self._side, *args, **named)
         return self.calls.submit(method.__name__, "", work)
@@ -303,10 +303,11 @@ class _RequestState:
         )
 
     def has_nothing_beyond(self, have_tokens: int) -> bool:
-        """Return True if the last lookup found nothing, and need not be repeated now.
+        """Return True if the last lookup found nothing to load, and need not be repeated now.
 
-        It must be repeated after `asks_again_at`. After a preemption it must be repeated at once:
-        the engine then has fewer tokens, and the host may have blocks of the lost ones.
+        A lookup is repeated after `asks_again_at`. After a preemption, the next lookup is made at
+        once: the engine then has only the first `have_tokens` tokens, and the host may have the
+        blocks after them.
         """
         nothing = self.nothing
         is_so = nothing is not None and have_tokens >= nothing.num_there
@@ -320,7 +321,7 @@ class _Step:
     Attributes:
         key: key of the request.
         known: state of the request.
-        prompt: the prompt whose blocks are copied.
+        prompt: the prompt of the copied blocks.
         plan: the plan that the ranks get.
         parts: the plan's blocks, with one entry for each cache group that has any.
         missing: numbers of the ranks that have not reported the end of the plan.
@@ -608,9 +609,10 @@ class EngineCache:
         promise_ttl_s: float,
         names: Sequence[Sequence[ExternalId | None]],
     ) -> HostPromise | None:
-        """Return the found host blocks; None while the lookup runs, and after it has failed.
+        """Start the request's lookup if none runs; return the found host blocks when it has ended.
 
-        After a failure, `known.nothing` has the reason.
+        The result is None while the lookup runs, and if the lookup failed. After a failure,
+        `known.nothing` has the reason.
         """
         call = known.call
         if call is None:
@@ -873,7 +875,12 @@ class EngineCache:
         positions: Sequence[int],
         blocks: array[int],
     ) -> _Part | None:
-        """Return one cache group's unsaved blocks with their host slots; None without any."""
+        """Return those of the given blocks to copy now, with a free host slot for each.
+
+        Blocks that were saved before are left out, and so are blocks for which no slot is free.
+        Full blocks that are returned count as saved from now on. The result is None if there is
+        nothing to copy.
+        """
         full = prompt.num_tokens // self.groups[group].block_size
         saved = known.saved.get(group, 0)
         if positions[0] < saved:
@@ -932,7 +939,11 @@ class EngineCache:
     def _given(
         self, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
     ) -> list[tuple[int, Sequence[int], array[int]]]:
-        """Return number, positions and device blocks of each cache group that has any blocks."""
+        """Return (cache group, positions, device blocks) for each cache group that has any block.
+
+        Positions are the numbers of the blocks in the prompt. Entries that are NO_BLOCK are left
+        out. BadRequestError is raised if the arguments do not fit the cache groups.
+        """
         if len(block_ids) != len(self.groups) or len(first_blocks) not in (0, len(block_ids)):
             raise BadRequestError(
                 "block_ids and first_blocks must have one entry for each of "
@@ -1095,7 +1106,8 @@ class EngineCache:
 
         Args:
             session: id of the conversation.
-            prompt: the last turn's prompt and answer, whose blocks were saved before.
+            prompt: the last turn's prompt and answer; only blocks that were saved before are
+                marked.
             ttl_s: seconds until the mark ends; 0 to end it now.
         """
         self._host.call(HostSide.keep_session, session, prompt, ttl_s)
@@ -1122,7 +1134,7 @@ class EngineCache:
         is not published.
 
         Returns:
-            A call whose result is the number of blocks left on the host.
+            The call. Its result is the number of blocks left on the host.
         """
         self._keep_copied()  # copied blocks are removed, too
         for known in [*self._known.values(), *(step.known for step in self._steps.values())]:
@@ -1140,7 +1152,7 @@ class EngineCache:
         """Compare a recount of host slots, leases and protected blocks with the cache's own counts.
 
         Returns:
-            A call whose result has a sentence for each difference; [] if there is none.
+            The call. Its result has a sentence for each difference; [] if there is none.
         """
         return self._host.call(HostSide.verify)
 
@@ -1319,8 +1331,9 @@ def _slices_of(
 ) -> Sequence[Layout]:
     """Return the ranks' layouts if storage has a separate value for each rank's part of a block.
 
-    The result is () if one stored value has the whole block: the parts of all ranks side by side,
-    or the one block that every rank has.
+    Otherwise the result is (): there is one rank, every rank has the whole block, or one stored
+    value has the parts of all ranks side by side. ConfigError is raised if the parts do not make up
+    the whole block.
     """
     if len(shards) < 2 or whole.digest in (shards[0].digest, side_by_side(shards).digest):  # noqa: PLR2004 - one rank has all
         return ()

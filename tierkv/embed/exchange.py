@@ -229,7 +229,7 @@ class Exchange:
         self._inbox.append((call, work))
         if not self.holds:
             self._wake()
-        if self.failure is not None:  # the service ended meanwhile, perhaps without this call
+        if self.failure is not None:  # the service may have ended without this call
             self.finish(call, error=self.failure)
         return call
 
@@ -241,7 +241,7 @@ class Exchange:
     def poll(self) -> list[Call[Any]]:
         """Return the calls that have finished since the last poll, in the order of finishing.
 
-        Calls whose result was already read are left out. Never blocks.
+        A call is left out if its result was already read. Never blocks.
         """
         if not self._finished:
             return []

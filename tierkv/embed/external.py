@@ -324,7 +324,7 @@ class NodeHost:
             named: must be empty; arguments are passed by position only.
 
         Returns:
-            The call, whose result comes later.
+            The call. Its result comes later.
         """
         assert not named, "a call has arguments by place alone"
         name = method.__name__
@@ -465,7 +465,7 @@ class EngineListener:
         self._why_not = why_not
         self._first: tuple[socket.socket, EngineHello] | None = None
         self._numbers = itertools.count(1)
-        self._num_here = 0  # engines whose slots are not all released
+        self._num_here = 0  # engines with slots that are not released yet
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -610,7 +610,11 @@ class EngineListener:
         theirs: socket.socket,
         max_reserved: Sequence[int],
     ) -> bool:
-        """Send an engine the host memory or a refusal; return True if it received the memory."""
+        """Send a new engine the host memory, or a refusal; return True if the memory was sent.
+
+        `come` is the engine's connection and hello. `theirs` is the end of the socket pair that the
+        engine's processes keep open.
+        """
         end, hello = come
         link, sizes = Link(end), self._sizes
         hosts = [host for host in side.slots if isinstance(host, SharedSlots)]

@@ -224,10 +224,11 @@ class GroupTier:
         return None, 0
 
     async def longest(self, lookup: GroupLookup, limit: int) -> int:
-        """Return how many leading tokens of the prompt are usable from host and storage.
+        """Return how many leading tokens of the prompt are usable from host and storage, at most.
 
-        Blocks that were not looked up in storage yet count as present (`to_ask` lists them). If the
-        usable part may end within a block, this method looks up a partial block in storage.
+        Blocks that were not looked up in storage yet are assumed to be there: the result is certain
+        when `to_ask` for this many tokens returns []. If the usable part may end within a block,
+        this method looks up a partial block in storage.
 
         Args:
             lookup: the prompt's lookup in this cache group.
@@ -246,8 +247,8 @@ class GroupTier:
         Args:
             lookup: the prompt's lookup in this cache group so far.
             limit: number of leading tokens of the prompt.
-            max_asked: largest number of blocks to return. If a prompt of `limit` tokens needs more
-                blocks than this, their number is the limit instead.
+            max_asked: largest number of blocks to return; if `limit` tokens need more blocks than
+                this, up to that number is returned.
 
         Returns:
             Numbers of the prompt's blocks. For full attention, the list begins with the first block
@@ -326,7 +327,7 @@ class GroupTier:
 
         Returns:
             The number of the first of these blocks in the prompt, and the blocks. The caller ends
-                their protection with `blocks.release`.
+                their protection with this tier's `blocks.release`.
         """
         needed = self.group.needed(num_tokens)
         blocks = []
@@ -399,7 +400,7 @@ class GroupTier:
 
     async def _fetch(self, lookup: GroupLookup, wanted: Sequence[int]) -> str | None:
         storage, round_ = self.io, lookup.round
-        # Another lookup may have begun to fetch some of these blocks meanwhile.
+        # Another lookup may already be fetching some of these blocks.
         wanted = [at for at in wanted if lookup.stored[at][0].digest not in self._coming]
         keys = [lookup.stored[at][0] for at in wanted]
         arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()

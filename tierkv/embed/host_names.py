@@ -15,7 +15,7 @@ class HostNames:
     because the service stores and evicts blocks at any time.
 
     Args:
-        group: number of the cache group whose blocks are in the index. Other cache groups cannot be
+        group: number of the cache group that is in the index. Other cache groups cannot be
             used: their blocks of a prompt may have gaps on the host.
     """
 

@@ -81,8 +81,8 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Limits of an engine's host tier.
 
     Attributes:
-        max_promised: largest share of the host slots, 0 to 1, that may be protected for lookups
-            whose blocks the engine has not loaded yet.
+        max_promised: largest share of the host slots, 0 to 1, with blocks that are protected
+            because lookups have found them and the engine has not loaded them yet.
         promise_ttl_s: seconds for which found blocks are protected from eviction.
         save_blocks: number of free host slots kept ready for saves.
         event_tokens: true to put the tokens of blocks, which are the content of prompts, into
@@ -197,7 +197,7 @@ class HostSizes:
 
     @property
     def indexed(self) -> int | None:
-        """Number of the cache group whose blocks are in the index; None without full attention."""
+        """Number of the cache group that is in the index; None without full attention."""
         return self.main if self.groups[self.main].kind is GroupKind.FULL else None
 
     def settings(self, cache: CacheSettings) -> CacheSettings:
@@ -370,8 +370,8 @@ class _PromiseFetch:
         budget: the time that the lookup may wait for storage.
         promise: the promise to fill; None once it is filled, or once the request no longer waits
             for it.
-        is_timed: True if the fetches of all cache groups are timed together here; False if there is
-            only one cache group, whose fetch is timed elsewhere.
+        is_timed: True if `transfer` measures the fetches of all cache groups together; False if
+            only indexed blocks are fetched, which the service's fetcher measures.
         host_tokens: number of the prompt's leading tokens that the host had before the fetch.
         is_try: True if the blocks are fetched only to measure the speed of storage.
         is_late: True if the request no longer waits while its blocks are still fetched.
@@ -603,8 +603,8 @@ class HostSide:
     def _first_asked(self, lookups: dict[int, GroupLookup], bound: int) -> dict[int, Sequence[int]]:
         """Return, by cache group, the numbers of the blocks to look up in storage first.
 
-        For a short prompt these are all blocks if a cache group is in the index: a second lookup is
-        then unnecessary.
+        For a short prompt, these are all blocks, if there is a cache group in the index: one lookup
+        is then enough.
         """
         tiers = {n: self._tiers[n] for n in lookups if self._tiers[n].storage is not None}
         whole = {n: range(-(-bound // tier.group.block_size)) for n, tier in tiers.items()}
@@ -738,8 +738,9 @@ class HostSide:
     ) -> None:
         """Fetch missing blocks, measure the speed of storage, and set `answered`.
 
-        `answered` gets the error that prevented some blocks, or None. The fetch ends after
-        `cache.fetch_deadline_s` seconds, unless the request must not compute missing tokens.
+        `answered` gets the error that prevented some blocks, or None. If the request may compute
+        missing tokens, the fetch ends after `cache.fetch_deadline_s` seconds. Otherwise it has no
+        time limit here.
         """
         service, time = self._service, asyncio.get_running_loop().time
         tier, began_at = service.estimator.tier, time()
@@ -951,7 +952,7 @@ class HostSide:
         If all blocks of a ticket's prompt were loaded, the ticket is acknowledged to its publisher.
 
         Args:
-            promise: the promise whose blocks the engine has loaded.
+            promise: the promise with the loaded blocks.
             failed: by cache group, numbers of the prompt's blocks that did not load; () if all did.
         """
         self._release(promise)
@@ -1106,7 +1107,7 @@ class HostSide:
         """Record the engine's names of those blocks of `prompt` that the index has on the host.
 
         Args:
-            prompt: the prompt whose blocks are named.
+            prompt: the prompt of the named blocks.
             names: the engine's name of each block, from the first on; None for a block without a
                 name.
         """
@@ -1343,7 +1344,7 @@ class SavedPrompt:
         promise: protects the prompt's host blocks from eviction until the publish ends.
     """
 
-    def __init__(  # noqa: PLR0917 - a prompt, its blocks, and who has them
+    def __init__(  # noqa: PLR0917 - a prompt, its blocks and their owners
         self,
         side: HostSide,
         service: Service,

@@ -178,7 +178,7 @@ class PageStorage:
         return pool
 
     def storage_io(self, fingerprint: Fingerprint, slices: Sequence[Slice]) -> StorageIO:
-        """Return the reader and writer of the pages that have one identity.
+        """Return the reader and writer of the pages with the given identity.
 
         Args:
             fingerprint: identity of the pages' content.
@@ -200,8 +200,8 @@ class PageStorage:
         """Run `work` on the event loop of the storage's thread.
 
         Returns:
-            A future that is always done in the end, with ShuttingDownError if the storage is not
-                open.
+            The future of the result, which is completed in any case. It raises ShuttingDownError if
+                the storage is not open, or closes before `work` ends.
         """
         return self._thread.run(work)
 

@@ -40,8 +40,8 @@ class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Limits of an embedded service.
 
     Attributes:
-        max_calls: largest number of open calls: running calls, and finished calls whose result was
-            not read.
+        max_calls: largest number of open calls: running calls, and finished calls that were not
+            read.
         load_timeout_s: seconds that the load of a request's cached blocks may take. The engine
             computes blocks that have not arrived by then.
         open_deadline_s: seconds that `open` waits for memory and the store.
@@ -275,7 +275,7 @@ class ServiceThread:
             return error
 
     def _answer(self, call: Call[Any], task: asyncio.Task[object]) -> None:
-        """Set the answer of a call whose task has ended or was cancelled."""
+        """Set the answer of a call after its task has ended or was cancelled."""
         del self._running[call.number]
         reason = self._reasons.pop(call.number, None)
         if task.cancelled():
@@ -310,7 +310,10 @@ class ServiceThread:
                 task.cancel()
 
     def _failed(self) -> None:
-        """End the service after an unexpected error; all calls are answered within 2 s."""
+        """End the service after an unexpected error.
+
+        Calls that have no answer after 2 s are refused with ServiceFailedError.
+        """
         self._thread.ask_to_close()
         asyncio.get_running_loop().call_later(_UNWIND_S, self._fail_slowly)
 
