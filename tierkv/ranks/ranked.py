@@ -296,7 +296,10 @@ class _PendingCopies:
             ]
 
     def _silent_s(self, rank: int, oldest: _PendingCopy, now: float) -> float:
-        """Return the seconds since the rank finished a copy or `oldest` began, the shorter time."""
+        """Return the seconds for which the rank has finished no copy.
+
+        They count from its last finished copy, but at the earliest from the start of `oldest`.
+        """
         return now - max(self._finished_at[rank], oldest.begun)
 
 

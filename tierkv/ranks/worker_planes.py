@@ -148,8 +148,8 @@ class WorkerPlanes:
 
         Args:
             hosts: host slots of each KV cache group.
-            saves: False if another rank saves the same bytes; this rank then copies nothing for
-                plans to save, and reports their end at once.
+            saves: False if another rank saves the same bytes. For a plan to save, this rank then
+                copies nothing and reports the end at once.
         """
         hosts = self._hosts = hosts if isinstance(hosts, Sequence) else (hosts,)
         lanes = {}
@@ -517,7 +517,8 @@ class RankSocket:
     def pop_reports(self) -> list[Finished]:
         """Return the reports in the last messages of ranks that have closed, each once.
 
-        A caller that reads `lost` before this call misses no report of a lost rank.
+        The reports of a rank can be read before `lost` names the rank. A caller that wants all
+        reports of the ranks in `lost` therefore reads `lost` first.
         """
         reports = []
         while self._last_reports:

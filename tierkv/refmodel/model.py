@@ -421,7 +421,8 @@ class _Uniform:
     def matrix(self, rows: int, columns: int, gain: float) -> Floats:
         """Return a random matrix, float32 [rows, columns], from the next numbers of the stream.
 
-        `gain` is the standard deviation of its product with a vector of root mean square 1.
+        A vector [rows] of root mean square 1, multiplied by the matrix, gives elements with the
+        standard deviation `gain`.
         """
         return self.array(rows, columns, deviation=gain / math.sqrt(rows))
 
@@ -435,9 +436,9 @@ class RankHeads:
 
     Attributes:
         layout: layout of the rank's planes.
-        kv_heads: range of the KV heads whose keys and values the rank has.
-        rows: range of query rows of each of these KV heads that the rank computes, within a tile. A
-            KV head has TILE rows per tile for each query head that uses it.
+        kv_heads: range of the KV heads for which the rank has keys and values.
+        rows: range of the query rows that the rank computes, the same for each of its KV heads and
+            each tile. A KV head has TILE query rows per tile for each query head that uses it.
     """
 
     layout: Layout

@@ -193,7 +193,7 @@ async def entered_in_thread(memory: AbstractContextManager[T]) -> AsyncIterator[
 
 
 def _close_again(opening: asyncio.Future[Planes]) -> None:
-    """Close planes that were allocated although the caller was cancelled meanwhile."""
+    """Close planes that were allocated although the caller was cancelled during the allocation."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
 
@@ -368,13 +368,14 @@ class Components:
 
 
 def check(config: ServiceConfig) -> RankedDevice | None:
-    """Check that the layout has the block size of the settings, and the device their ranks.
+    """Check that the layout and the device agree with the settings.
 
     Returns:
         The device if it is a `RankedDevice`, otherwise None.
 
     Raises:
-        ConfigError: block size or number of ranks differ.
+        ConfigError: the layout's block size or the device's number of ranks differs from the
+            settings.
     """
     settings = config.settings
     if config.fingerprint.layout.block_size != settings.block_size:

@@ -209,7 +209,10 @@ class KvEventPublisher:
                     await asyncio.sleep(0)
 
     async def _publish_all(self, publisher: Any) -> None:  # noqa: ANN401 - ZeroMQ's
-        """Publish every cached block. Events that occur meanwhile are published by the caller."""
+        """Publish every full block that is cached.
+
+        The caller publishes the events that occur during the call.
+        """
         stored = [
             self._events.event(CacheEventKind.STORED, "storage", run)
             for run in self._events.stored()
@@ -276,7 +279,7 @@ class KvEventPublisher:
         }
 
     def _hash(self, name: ExternalId | None, digest: bytes) -> bytes | int:
-        """Return the published hash of a block: the engine's, otherwise the digest of the key."""
+        """Return the published hash of a block: the engine's `name`, if any, otherwise `digest`."""
         given = digest if name is None else name.encode() if isinstance(name, str) else name
         if isinstance(given, int) or self._settings.form is EventForm.MAP:
             return given
@@ -327,7 +330,10 @@ class KvEventPublisher:
                 running[client] = tasks.create_task(answer(client, first))
 
     async def _replay(self, zmq: Any, replayer: Any, client: bytes, first: int) -> None:  # noqa: ANN401
-        """Send the batches in memory from `first` on; TimeoutError if the client reads nothing."""
+        """Send `client` the batches from number `first` on that are still in memory.
+
+        Raise TimeoutError if the client reads nothing.
+        """
         kept = [(number, batch) for number, batch in self._kept if number >= first]
         answers = (
             (client, b"", self._topic, number.to_bytes(_NUMBER_BYTES, "big"), batch)

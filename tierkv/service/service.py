@@ -342,8 +342,8 @@ class Service:
 
         Args:
             store: the store, or its URL.
-            tenant: the space whose blocks are kept in this store: a name from `open_fingerprint`,
-                or the short form of the service's own fingerprint. "" for the common store, which
+            tenant: name of the space to keep in this store: from `open_fingerprint`, or
+                `Fingerprint.short` of the service's own fingerprint. "" for the common store, which
                 has all tickets, and the blocks of all spaces without a store of their own.
 
         Raises:
@@ -472,7 +472,7 @@ class Service:
 
         Args:
             name: name of the pin; a pin of the same name is replaced.
-            prompt: the prompt whose cached blocks are pinned.
+            prompt: the prompt with the blocks to pin; only cached blocks are pinned.
             ttl_s: seconds until the pin ends, above 0.
             is_soft: True to allow eviction of the blocks once no block without a pin is left.
 
@@ -493,30 +493,36 @@ class Service:
         return f"{self._config.handoff.prefix}:{space or self.fingerprint.short}"
 
     async def resize(self, tier: Tier, capacity: int) -> None:
-        """Set the number of usable slots of a tier.
+        """Set the number of usable slots of a tier; wait until the slots that it loses are free.
 
         Args:
             tier: device or host.
-            capacity: number of slots, each for one block; at most the number allocated at the
-                start.
+            capacity: number of slots, each for one block; at least 1, at most the number allocated
+                at the start.
+
+        Raises:
+            ConfigError: there is no memory for `capacity` slots.
+            OwnershipError: the device sleeps, or another resize or sleep of the tier has not ended.
         """
         await self._parts.lifecycle.resize(tier, capacity)
 
     def reset(self) -> int:
-        """Forget every cached block that is not in use, without letting other tasks run meanwhile.
+        """Remove every block that is not in use from device and host.
+
+        Stored values stay. No other task runs during the call.
 
         Returns:
-            The number of copies of blocks that are left because requests use them.
+            The number of copies of blocks that are left because they are in use.
         """
         return self._parts.lifecycle.reset() + self._forget_flat()
 
     async def forget(self) -> int:
-        """Forget every cached block that is not in use, and let other tasks run meanwhile.
+        """Remove every block that is not in use from device and host.
 
-        Blocks that come into use during the call may stay.
+        Stored values stay. Other tasks run during the call, and blocks that come into use may stay.
 
         Returns:
-            The number of copies of blocks that are left because requests use them.
+            The number of copies of blocks that are left because they are in use.
         """
         return await self._parts.lifecycle.forget() + self._forget_flat()
 

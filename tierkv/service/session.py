@@ -149,7 +149,7 @@ class Session:
                 try:
                     self._mark(Moment.MATCHED, fetched.matched_at)
                     self._mark(Moment.FETCHED, fetched.ended_at)
-                except BaseException:  # a bug: nobody else would release `fetched`
+                except BaseException:  # a bug: no other code would release `fetched`
                     fetched.release()
                     raise
             request = await self._service.scheduler.admit(self.spec, fetched)
@@ -158,7 +158,7 @@ class Session:
             return self._adopt(request)
 
     async def _with_rest(self, request: Request, budget: Budget) -> Request:
-        """If faster than computing, fetch in portions the blocks for which the host has no room.
+        """Unless computing is faster, fetch in portions the blocks for which the host had no room.
 
         Return the request, or a new request that computes the whole prompt if a portion did not
         load.
