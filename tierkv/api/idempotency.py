@@ -38,7 +38,14 @@ def content_of(body: PromptBody, tokens: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    """The result for one key, or the pending future of the call that computes it."""
+    """The result for one key, or a pending future while a call computes the result.
+
+    Attributes:
+        content: Digest of the content of the call that computes the result.
+        outcome: The result; not done while the call runs.
+        expires_at: Time at which the result is removed, in seconds of the clock of `Once`; 0 before
+            `Once.release`.
+    """
 
     content: bytes
     outcome: asyncio.Future[T]

@@ -326,7 +326,7 @@ def _sessions(node: Node) -> Iterator[Metric]:
     pins, hints = node.pins, node.hints
     yield gauge(
         "tierkv_sessions",
-        "Sessions whose last turn is evicted after all other blocks",
+        "Sessions with a last turn that is evicted after all other blocks",
         (),
         {(): pins.count_sessions()},
     )
@@ -378,7 +378,10 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
 
 
 def _estimates(node: Node) -> Iterator[Metric]:
-    """Yield the estimated times to compute and to fetch, and the numbers of decisions by kind."""
+    """Yield the estimated times to compute and to fetch, and counts of decisions between the two.
+
+    Decisions to load from the host or to wait for other requests are counted too.
+    """
     estimator = node.service.estimator
     num_bytes = _ESTIMATED_TOKENS * estimator.bytes_per_token
     yield gauge(

@@ -196,7 +196,7 @@ class Node:
     def prompt(
         self, tokens: bytes, tenant: str, media: Sequence[MediaItem] = (), adapter: str = ""
     ) -> Prompt:
-        """Return a `Prompt` of these tokens, whose blocks belong to a tenant and an adapter.
+        """Return a `Prompt` of these tokens, for one tenant and one adapter.
 
         Args:
             tokens: The token ids, as little-endian int32 bytes.
@@ -364,7 +364,7 @@ async def explained(node: Node, caller: Principal, prompt: Prompt) -> Explanatio
 
 
 class Routes:
-    """The base class of classes whose methods are HTTP routes of a node.
+    """The base class of classes with methods that are HTTP routes of a node.
 
     Args:
         node: The node.
@@ -377,7 +377,11 @@ class Routes:
         self._max_tokens = node.settings.node.max_prompt_tokens
 
     async def _read_prompt(self, request: web.BaseRequest, kind: type[P]) -> P:
-        """Decode the request's body, and pack a long list of tokens in a thread."""
+        """Return the request's decoded body, with a long prompt replaced by its packed tokens.
+
+        A prompt is long if it has more than `_LONG` tokens or characters. A body above 256 KiB is
+        decoded and packed in a thread.
+        """
         return await self._node.bodies.read(request, kind, self._pack)
 
     def _pack(self, body: P) -> P:

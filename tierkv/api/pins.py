@@ -44,8 +44,9 @@ class PinBook:
         now: A monotonic clock, in seconds.
 
     Attributes:
-        num_kept_turns: Number of session turns whose blocks were pinned.
-        num_other_turns: Number of session turns whose blocks were not pinned.
+        num_kept_turns: Number of session turns with blocks that were pinned.
+        num_other_turns: Number of session turns with blocks that were not pinned, because the
+            tenant had too many pins or the time of the pin was 0.
     """
 
     def __init__(self, service: Service, now: Callable[[], float]) -> None:
@@ -101,7 +102,7 @@ class PinBook:
         self.num_other_turns += 1
 
     def count_sessions(self) -> int:
-        """Return the number of sessions whose last turn is pinned now."""
+        """Return the number of sessions that have a pinned last turn now."""
         now = self._now()
         while self._sessions:
             (tenant, pin_id), pin = next(iter(self._sessions.items()))

@@ -81,7 +81,8 @@ class Prefetches:
                 key.
             prompt: The prompt whose blocks are fetched.
             deadline_s: Seconds after which the prefetch ends with the blocks fetched so far.
-            is_asked: False if the call's router hints ask for no prefetch; nothing is fetched then.
+            is_asked: False if the call has router hints and none of them asks to fetch the prompt.
+                Nothing is fetched then.
 
         Raises:
             StoreUnavailableError: The node has no storage tier.

@@ -346,7 +346,7 @@ class NodeLiveRoutes(Routes):
         return one.prompt
 
     def _tenant_filter(self, request: web.BaseRequest) -> str | None:
-        """Return the tenant whose requests the caller may see; None for all tenants."""
+        """Return the tenant of the requests that the caller may see; None for all tenants."""
         caller = principal_of(request)
         if caller.access >= Access.ADMIN:
             return None

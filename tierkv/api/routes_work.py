@@ -345,7 +345,10 @@ class WorkRoutes(Routes):
     async def _answering(
         self, request: web.BaseRequest, asked: _Asked, *, streams: bool
     ) -> AsyncIterator[Answering]:
-        """Yield a call; the body must compute the answer if no earlier call has done this."""
+        """Yield a call. If its `made` is None, the body must compute the answer and set it there.
+
+        If `streams` is true, the answer is sent to the client as server-sent events.
+        """
         answer = Answering(asked.job)
         key = (asked.operation, asked.tenant, asked.request_id)
         async with (

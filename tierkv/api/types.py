@@ -616,6 +616,7 @@ class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The health of the event loop.
 
     Attributes:
+        status: "ok".
         heartbeat_age_s: Seconds since the lag of the loop was last measured, normally at most 0.05;
             null while the node starts.
         worst_lag_s: Longest lag of the loop within the last minute, in seconds.
@@ -738,19 +739,23 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 class TicketState(Enum):
     """The state of a hand-off ticket, by which a decode node claims a published prompt.
 
-    OPEN: The prompt is being published; the ticket is not written yet. WHOLE: The prompt is
-    published, and a decode node can claim it.
+    OPEN: The prompt is being published; the ticket is not written yet. FAILED: The producer gave up
+    the publish. LOST: The producer's liveness lease expired before the end of the publish. WHOLE:
+    The prompt is published, and a decode node can claim it. INCOMPLETE: As WHOLE, but a block of
+    the prompt is missing in storage. CLAIMED: A decode node has claimed the prompt. EXPIRED: The
+    ticket's time is over. INCOMPATIBLE: This node cannot use the KV of the ticket's producer.
+    DAMAGED: The stored ticket differs from the written one.
     """
 
     OPEN = "open"
-    FAILED = "failed"  # the producer gave up the publish
-    LOST = "lost"  # the producer's liveness lease has expired
+    FAILED = "failed"
+    LOST = "lost"
     WHOLE = "whole"
-    INCOMPLETE = "incomplete"  # a block of the prompt is missing
+    INCOMPLETE = "incomplete"
     CLAIMED = "claimed"
     EXPIRED = "expired"
-    INCOMPATIBLE = "incompatible"  # this node cannot use the KV of the ticket's producer
-    DAMAGED = "damaged"  # the stored ticket differs from the written one
+    INCOMPATIBLE = "incompatible"
+    DAMAGED = "damaged"
 
 
 class TicketAnswer(msgspec.Struct, frozen=True, kw_only=True):
