@@ -704,9 +704,8 @@ class Growth:
         """Make room in a request's block table for `num_tokens` more tokens.
 
         The tokens follow the prompt and the committed tokens. The request waits until it gets all
-        of the blocks that it needs for them. Until then no waiting request is admitted. If the
-        request waits only because the quota of its space is full, this applies only to requests of
-        the same space.
+        of the blocks that the tokens need. Until then no waiting request is admitted, or, if only
+        the quota of its space is full, no waiting request of this space.
 
         Args:
             request: the running request.

@@ -24,12 +24,12 @@ class Budget:
         deadline_s: upper limit of the seconds spent waiting, whatever the estimates say.
         step_s: after each arrival of blocks, at least this many seconds are left; None if arrivals
             do not extend the deadline.
-        estimator: the rule for fetching or computing, which can end the wait earlier; None for a
-            caller that cannot compute and has to wait.
+        estimator: the rule for fetching or computing, which can end a wait before the deadline;
+            None to wait until the deadline, because the caller cannot or shall not compute.
         is_claim: True if a decode node claims a prompt that a prefill node has computed.
 
     Attributes:
-        may_compute: True if the caller can compute the tokens instead of waiting.
+        may_compute: True if `estimator` can end a wait so that the caller computes the tokens.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Budget:
             is_answered: True if storage has confirmed that it has these tokens.
 
         Returns:
-            The decision. For a caller that cannot compute, it is always to wait.
+            The decision. Without an estimator, it is always to wait.
         """
         if self._estimator is None:
             return _AT_ONCE

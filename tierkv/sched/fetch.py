@@ -96,7 +96,7 @@ class _Group:
 
 
 class FetchGroups:
-    """Fetches consecutive blocks of a prompt into host slots, up to 32 at a time (a group).
+    """Fetches consecutive blocks of a prompt into host slots, in groups of up to 32 blocks.
 
     Args:
         tiers: the tiers to fetch into.

@@ -264,7 +264,8 @@ class TailLists:
         store: the store of the lists.
         names: makes the names in storage of the lists.
         layout: the layout of whole blocks.
-        codecs: returns the codec of a fingerprint, by its short form.
+        codecs: returns the codec (encodes values and checks them when read) for a fingerprint's
+            short form.
         ttl_s: seconds to live of a list; None for as long as the store keeps it.
         stats: counts damaged lists.
         used: called with the names of lists that were used, to renew their time to live.
@@ -465,7 +466,8 @@ class StorageIO:
         block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
         touches_per_ttl: largest number of times that a used block's time to live is renewed within
             one such time; 0 for never.
-        codecs: returns the codec of a fingerprint, by its short form; None for a plain checksum.
+        codecs: returns the codec (encodes values and checks them when read) for a fingerprint's
+            short form; None to protect values by a checksum only.
         slices: this node's share of each block; None for whole blocks in the slots of `host`.
         deletions: the deletions of stored values, one object for everything that stores for a
             service; None for an object that only this one uses.
@@ -874,7 +876,8 @@ class Values:
 
     Args:
         slices: this node's share of each block.
-        codec_of: returns the codec of a key's fingerprint.
+        codec_of: returns the codec (encodes values and checks them when read) of the fingerprint
+            that a block's key belongs to.
         ttl_s: seconds to live of a stored value; None for as long as the store keeps it.
     """
 

@@ -30,8 +30,8 @@ class StorageOptions:
     Attributes:
         open: opens a store by its URL; if None, only store objects can be attached.
         tenants: stores for the blocks of single fingerprints, by the fingerprint's short form.
-        codecs: returns the codec that protects a fingerprint's blocks, by the fingerprint's short
-            form; None for a plain checksum.
+        codecs: returns the codec (encodes values and checks them when read) for a fingerprint's
+            short form; None to protect blocks by a checksum only.
         small: the codec of tickets and other small values.
         touches_per_ttl: largest number of times that a used block's time to live is renewed within
             one such time; 0 for never.
