@@ -81,7 +81,10 @@ class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             same model name.
         tenant: owner of the pages; instances of different tenants never find each other's pages.
         prefix: prefix of all names in the store.
-        trust, key_file: signing or sealing of values (docs/security.md).
+        trust: protection of stored pages against other writers of the store: trusted (only a
+            checksum against damage), signed (a keyed digest) or sealed (encrypted); see
+            docs/security.md.
+        key_file: path of the file with the key of signed or sealed pages; "" for trusted pages.
         settings: settings of the store, the tables of docs/storage.md, such as {"redis":
             {"timeout_s": 0.5}}.
     """
@@ -160,7 +163,7 @@ class TierKVHiCache(HiCacheStorage):
         """Register one of SGLang's host pools under a name.
 
         Args:
-            host_pool: the pool whose pages are stored and loaded.
+            host_pool: the pool with the pages to store and load.
             host_pool_name: SGLang's name of the pool; later calls name the pool by it.
 
         Raises:
@@ -207,8 +210,9 @@ class TierKVHiCache(HiCacheStorage):
             extra_info: ignored.
 
         Returns:
-            The largest number of pages, n, such that every pool can restore a prefix of n pages;
-                the largest n of each pool alone; and all n for which every pool can.
+            The largest number of leading pages that every pool can restore; for each pool, the
+                largest number that this pool alone can restore; and the list of all numbers of
+                leading pages that every pool can restore.
         """
         num_pages = self.batch_exists(keys)
         hits: dict[str, int] = {PoolName.KV: num_pages} if num_pages else {}
@@ -403,8 +407,9 @@ class _HostPages:
 
     Args:
         pool: SGLang's host pool.
-        num_ranks: number of slices of heads into which this rank's pages are split, so that
-            instances with more ranks find the slices of theirs; 1 for no split.
+        num_ranks: number of slices of heads into which this rank's pages are split; 1 for no split.
+            Each slice is stored on its own, for instances with more ranks, which need only some
+            heads of a page.
 
     Raises:
         LayoutError: the pool's addresses are unknown or uneven; the message says what to do.

@@ -1,4 +1,4 @@
-"""A cache for Hugging Face transformers, whose prefixes outlive a call of `generate`.
+"""A cache for Hugging Face transformers that keeps prefixes beyond a call of `generate`.
 
 `TierKVCache` is passed as `past_key_values`. The cache owns device memory for one sequence, with
 contiguous blocks, so that attention reads loaded blocks in place. The calls of one `generate`:
@@ -335,7 +335,7 @@ class _Load:
 
 @dataclass(slots=True)
 class _Begun:
-    """A prompt whose load began before the model was called.
+    """A prompt that began to load before the model was called.
 
     Attributes:
         tokens: int64 [n], the prompt.
@@ -360,7 +360,7 @@ class _Begun:
 
 
 class TierKVCache(Cache):  # type: ignore[misc]
-    """A transformers cache whose prefixes outlive the call, the process and the machine.
+    """A transformers cache with prefixes that outlive the call, the process and the machine.
 
         cache = TierKVCache.for_model(model, store="redis://127.0.0.1:6379/0")
         model.generate(**inputs, past_key_values=cache)
@@ -496,7 +496,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._turn = threading.Lock()
         self._fed: list[tuple[int, torch.Tensor]] = []  # first position, token ids [tokens]
         self._stop = 0  # number of tokens after the running forward pass
-        self._held = np.zeros(0, np.int64)  # the tokens whose KV the room has
+        self._held = np.zeros(0, np.int64)  # the tokens with KV in the room
         self._num_kept = 0  # number of the sequence's leading tokens that lookups find
         self._keeping: _Asked[int] | None = None  # uses the room until it ends
         self._is_whole = True  # False if Ctrl-C or a signal has interrupted a change
@@ -517,8 +517,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
         The KV of the text is cached at the end of the body. `generate` enters a sequence by itself.
 
         Args:
-            prompt: token ids [1, tokens] that the model will be given first, whose cached part
-                begins to load at once; None if the ids are not known.
+            prompt: token ids [1, tokens] that the model will be given first; their cached part
+                begins to load at once. None if the ids are not known.
 
         Raises:
             BadRequestError: another sequence runs.
@@ -548,7 +548,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
                 self._keep()
 
     def reset(self) -> None:
-        """End the current text, whose KV is cached, and begin a new text.
+        """Cache the KV of the current text, and begin a new text.
 
         For callers of `model(...)` that do not use `sequence`.
         """
@@ -558,7 +558,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
     def prepare(
         self, model: PreTrainedModel, args: Sequence[Any], arguments: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the arguments for a forward pass, without the tokens whose KV is cached.
+        """Return the arguments of a forward pass without the cached tokens.
 
         A hook calls this before each forward pass. Loads of cached tokens start here.
 
@@ -1057,8 +1057,8 @@ class _Moves:
 class _Asked(Generic[T]):
     """A call for the thread of `_Moves`, and its outcome.
 
-    A Ctrl-C may leave the lock of a `Future` locked, as Python code acquires it. The queue here
-    waits in C.
+    A Ctrl-C can leave the lock of a `concurrent.futures.Future` locked, because Python code
+    acquires the lock. Therefore a call waits on a queue that is implemented in C.
 
     Args:
         work: the function to call.
@@ -1457,7 +1457,7 @@ def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _num_logits(given: Mapping[str, Any]) -> int:
-    """Return the number of last tokens whose logits the caller wants; 1 by default."""
+    """Return for how many last tokens the caller wants logits; 1 by default."""
     wanted = given.get("logits_to_keep")
     return wanted if isinstance(wanted, int) and wanted > 0 else 1
 

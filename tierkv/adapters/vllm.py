@@ -181,7 +181,7 @@ class TierKVTier(SecondaryTierManager):
             self._asked.remove((keys, future))
             answers = future.result() if future.exception() is None else [False] * len(keys)
             for key, answer in zip(keys, answers, strict=True):
-                # A load that failed meanwhile has set False: keep it.
+                # A load that has failed since the lookup has set False: keep it.
                 if key in self._verdicts and self._verdicts[key] is None:
                     self._verdicts[key] = answer
 

@@ -106,7 +106,7 @@ log = logging.getLogger(__name__)
 # of ended copies are read just before, unless a request waits for one.
 _SAVES_EVERY = 4
 _MUCH = 1024
-_MAX_UNDER_WAY = 8  # running steps whose duration is measured
+_MAX_UNDER_WAY = 8  # running steps that are timed
 _SAVES_AT_ONCE = 12
 _BACKLOG_TURNS = 2  # turns in which a backlog of waiting saves is begun
 # A request saves when this many of its tokens are not saved, and at its end: a save costs the same
@@ -129,8 +129,8 @@ _COUNTS = {
     "unsaved_blocks": "Blocks that were not saved, because no host memory was free",
     "published_prompts": "Prompts that were handed over",
     "failed_publishes": "Prompts that could not be handed over",
-    "lost_tickets": "Requests whose ticket could not be claimed",
-    "kept_turns": "Turns of sessions whose blocks in host memory are evicted last",
+    "lost_tickets": "Requests with a ticket that could not be claimed",
+    "kept_turns": "Turns of sessions with host blocks that are evicted last",
     "fetch_hints": "Hints to fetch a prompt, which were followed",
     "ignored_hints": "Hints of unknown protocols, actions or versions",
 }
@@ -149,11 +149,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     Attributes:
         store: URL of the store (docs/storage.md), "" for host memory alone.
         host_bytes: bytes of host memory for blocks, of this engine's ranks together.
-        node: socket of a node on this machine (`tierkv serve --engine external`), whose host memory
-            and store replace `host_bytes` and `store`; "" for none.
+        node: socket of a node on this machine (`tierkv serve --engine external`); the node's host
+            memory and store replace `host_bytes` and `store`. "" for none.
         node_key: a token, if the node has an auth file; "" otherwise.
-        peer_tensor_parallel: tensor parallel sizes of other instances, whose blocks this instance
-            also finds.
+        peer_tensor_parallel: tensor parallel sizes of other instances. This instance also finds the
+            blocks of these instances.
         ttl_s: seconds that a block stays in the store; None for as long as the store keeps it.
         revision: revision of the model's weights, if instances with other weights share the store
             under the same model name.
@@ -279,8 +279,8 @@ class RankHandshake(KVConnectorHandshakeMetadata):
             need), with the layout of this rank's part of a block.
         backends: names of vLLM's platform and attention backends, and on a CPU its instruction
             sets: they decide the order of bytes within a block.
-        heads: number of KV heads whose bytes are contiguous in each layer's block, one head after
-            the other; 0 if blocks are laid out otherwise.
+        heads: number of KV heads of this rank, if a layer's block has the bytes of one head after
+            another; 0 if the bytes are in another order.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -372,8 +372,8 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """True on a prefill instance, where every prompt must be handed over.
 
-        If vLLM then preempts a request whose prompt is computed, but whose last blocks are not
-        saved yet, vLLM computes the prompt again.
+        If vLLM then preempts a request after its prompt is computed and before its last blocks are
+        saved, vLLM computes the prompt again.
         """
         return str(self._kv_transfer_config.kv_role) == "kv_producer"
 
@@ -571,7 +571,7 @@ class _Tracked:
         is_handed_over: True once the prompt's last state is saved, which completes a hand-off.
         has_saves: True while saves run.
         is_loading: True while a load runs.
-        num_lost: number of lookups whose blocks had left the host before they were loaded.
+        num_lost: number of times that found blocks had left the host before their load.
         passed: number of the request's tokens when a lookup found too few tokens to load. While
             this number is the same, there is no further lookup. None before.
         is_of_old: True if the cache was reset after the request began. Nothing of the request is
@@ -851,7 +851,7 @@ class _SchedulerSide:
     def _has_nothing(self, tracked: _Tracked, num_computed: int) -> bool:
         """Return True if a lookup would surely find too few tokens, so that none is made.
 
-        The request is then recorded as one whose lookup has found nothing.
+        The request is then recorded as if a lookup had found nothing.
         """
         request, size = tracked.request, self._groups[self._main].block_size
         num_saved = num_blocks = 0
@@ -895,8 +895,8 @@ class _SchedulerSide:
     def _findable(self, num_tokens: int) -> int:
         """Return how many of `num_tokens` leading tokens a lookup may find.
 
-        With recurrent states, the result is a multiple of the distance between states, and less
-        than `num_tokens`.
+        With recurrent states, the result is less than `num_tokens`, and a multiple of the smallest
+        distance between two states, in tokens.
         """
         if not self._states:
             return num_tokens
@@ -1072,7 +1072,8 @@ class _SchedulerSide:
     def _begin_saves(self, step: SchedulerOutput) -> None:
         """Begin a limited number of saves.
 
-        Ended requests come first, then prompts, then generated tokens.
+        Blocks of ended requests are saved first, then blocks of prompts, then blocks of generated
+        tokens.
         """
         waiting = len(self._ending) + len(self._filling)
         left = max(_SAVES_AT_ONCE, waiting // _BACKLOG_TURNS)
@@ -1735,7 +1736,7 @@ class _WorkerSide:
             self.planes.start_saves(plans.saves)
 
     def finished(self) -> KVConnectorTransferResults:
-        """Return the requests whose saves have ended, and those whose loads ended or failed."""
+        """Return the requests with ended saves, and the requests with ended or failed loads."""
         results = KVConnectorTransferResults()
         if not (self._loads or self._saves or self._over or self._lost):
             return results

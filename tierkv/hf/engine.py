@@ -206,8 +206,8 @@ class TransformersEngine(SessionEngine):
         """Remove the calls of the next step from the queue, and return them.
 
         A step has one token of each request that generates, and prompt chunks of up to
-        `chunk_tokens` tokens together, in order of arrival. A request whose cached tokens are still
-        being loaded gets a step of its own, and other requests neither wait for the load nor fail
+        `chunk_tokens` tokens together, in order of arrival. A request with cached tokens that are
+        still being loaded gets a step of its own: other requests neither wait for the load nor fail
         with it.
         """
         alone = next((call for call in self._queue if not call.run.is_loaded), None)

@@ -34,7 +34,7 @@ from tierkv.hf.paged import ATTENTION, PagedStep, Pages, TokenRun
 log = logging.getLogger(__name__)
 
 _SETTING = "node.model (--model)"
-_REMEDY = "use a decoder-only model whose layers all have full attention"
+_REMEDY = "use a decoder-only model with full attention in all layers"
 _UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError,
 )  # fmt: skip
@@ -114,10 +114,10 @@ def _weight_bytes(path: Path, dtype: str) -> int:
 
 
 class PagedModel:
-    """A transformers model whose keys and values are only in the planes of the device tier.
+    """A transformers model that has its keys and values only in the planes of the device tier.
 
     The constructor computes a short text with the model's own attention and with attention over
-    blocks, and refuses a model whose logits differ.
+    blocks, and refuses the model if the logits differ.
 
     Args:
         model: The model, in evaluation mode. Its attention is replaced, and the caller cannot use

@@ -39,7 +39,7 @@ class TokenRun:
 
     Attributes:
         tokens: int32 [n], at positions start, start + 1, ...
-        start: Number of the request's earlier tokens, whose KV is in the blocks already.
+        start: Number of the request's earlier tokens; their KV is in the blocks already.
         block_table: int [m], the device blocks of the request in order of position; blocks after
             the last token are ignored.
         wants_logits: True to compute the logits after the last token, which choose the next one.
@@ -152,7 +152,7 @@ class PagedStep:
         parts: The runs in order; the runs of one `_Part` attend in one call.
 
     Args:
-        runs: The runs, each of another request.
+        runs: The runs; no two belong to the same request.
         block_size: Number of tokens of a block.
         device: The device of the planes.
         before_layer: Called with the number of each layer before the layer's planes are used.

@@ -1,7 +1,7 @@
 """The choice of the next token from the logits, with transformers' own processors.
 
 A choice depends only on logits, sampling parameters, earlier tokens and position: the random number
-is word `position` of the Philox stream whose key is the seed (Salmon et al. 2011). Another node
+is word `position` of the Philox stream with the seed as key (Salmon et al. 2011). Another node
 with the same values continues an answer with the same tokens.
 """
 
