@@ -52,7 +52,7 @@ class Principal:
 
     Attributes:
         name: Name of the caller in logs.
-        tenant: Tenant whose blocks the caller's requests use; "" is the node's own tenant. A
+        tenant: Tenant of the blocks that the caller's requests use; "" is the node's own tenant. A
             request's body cannot change it, but some routes let an admin name another tenant.
         access: The caller's access level.
     """
@@ -110,7 +110,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     Attributes:
         name: Name of the caller in logs.
         role: Access level of the caller.
-        tenant: Tenant whose blocks the caller's requests use; "" is the node's own tenant.
+        tenant: Tenant of the blocks that the caller's requests use; "" is the node's own tenant.
     """
 
     name: str
@@ -332,8 +332,7 @@ class Keyring:
         """Return the caller that the auth file lists under one of `names`; None if there is none.
 
         Args:
-            names: Names in a client certificate, such as `DNS:prefill-1`. The first name that the
-                file lists counts.
+            names: Names in a client certificate, such as `DNS:prefill-1`, the preferred name first.
         """
         return next((found for name in names if (found := self._certificates.get(name))), None)
 
@@ -399,10 +398,10 @@ _COMMON_NAME = "commonName"
 
 
 class Guard:
-    """The authenticator of callers. Use it inside `running()`; outside, all callers are rejected.
+    """The authenticator of callers. Enter `running()` first; before it, all callers are rejected.
 
     Args:
-        file: The auth file; None to accept every caller as an admin, even outside `running()`.
+        file: The auth file; None to accept every caller as an admin, even without `running()`.
         reload_s: Seconds between two checks for a change of the file.
     """
 
@@ -469,6 +468,8 @@ class Guard:
 
     def authorize(self, request: web.BaseRequest, needed: Access) -> None:
         """Check the caller's access level, and set `request[PRINCIPAL]` to the caller.
+
+        A public route accepts every caller without authentication.
 
         Args:
             request: The request.

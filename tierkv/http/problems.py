@@ -57,9 +57,9 @@ class NotReadyError(TierKVError):
 
 
 class AnswerError(TierKVError):
-    """The base class of errors whose class sets the HTTP status, code and title of their answer.
+    """The base class of errors with an HTTP status, a code and a title of their own.
 
-    `ERRORS` has no rows for such errors.
+    Each derived class sets the three values for its error answer, and has no row in `ERRORS`.
     """
 
     status: int

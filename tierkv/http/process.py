@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 
 
 class CallUnderWay:
-    """A context manager whose body is a running call that a shutdown can cancel.
+    """A context manager that makes its body a running call, which a shutdown can cancel.
 
     Args:
         working: The set that contains the call while the body runs.
@@ -228,8 +228,8 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
         listening: Context manager that answers requests while it is entered, and yields the URL.
         announce: Called with the URL when requests are answered there.
         grace_s: Seconds for which running requests may continue.
-        on_closing: Called when closing begins: when no request runs, or at the end of the grace
-            time. A second call is possible.
+        on_closing: Called when no request runs any more, and at the end of the grace time at the
+            latest. It may be called twice.
         stop: The event that `stop_signal` yields.
     """
     await start_threads()

@@ -220,7 +220,10 @@ class _Path:
 
 
 async def _expected(request: web.BaseRequest) -> None:
-    """Send `100 Continue` to a client that waits for it before it sends the body."""
+    """Send `100 Continue`, for which a client waits before sending the body.
+
+    Raise a web.HTTPExpectationFailed for any other expectation in the request's Expect header.
+    """
     if request.headers["Expect"].lower() != "100-continue":
         raise web.HTTPExpectationFailed
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
