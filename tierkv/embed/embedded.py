@@ -270,8 +270,8 @@ class Embedded:
 
         Args:
             request_id: id of a running request.
-            num_tokens: number of tokens after the committed ones that the blocks must have room
-                for. Before the prompt is committed, it is the number of tokens after the prompt.
+            num_tokens: number of tokens after the committed tokens to have room for; before the
+                prompt is committed, number of tokens after the prompt.
 
         Raises:
             BadRequestError: `num_tokens` is not an integer of 0 or more.

@@ -261,8 +261,8 @@ class HostPromise:
         ticket: the ticket that was claimed; None without one.
         problem: the error that prevented more tokens; None without an error.
         storage_tokens: number of tokens that were fetched from storage for this promise.
-        num_blocks: by cache group, the number of blocks that count against the limit of all
-            promises.
+        num_blocks: by cache group, the number of blocks that the promise counts as in the limit of
+            all promises, `EngineCacheSettings.max_promised`.
         timer: ends the promise when it expires.
         owner: has one entry while the promise protects blocks. To end the promise, a thread first
             removes the entry, which only one thread can.

@@ -230,7 +230,7 @@ class PageStorage:
 
 
 class PagePool:
-    """The pages of one identity, in the engine's memory and in the store.
+    """The engine's pages with one identity, in its memory and in the store.
 
     Made by `PageStorage.pool`.
     """
