@@ -360,8 +360,8 @@ class RequestBlocks:
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
     """Return the result of `work`; while the store fails, repeat it for up to _PATIENCE_S seconds.
 
-    An attempt that takes more than half of this time before it fails restarts the time, because
-    such a store is slow but works.
+    StoreRefusedError and StoreDownError are raised at once. An attempt that takes more than half of
+    this time before it fails restarts the time, because such a store is slow but works.
     """
     time, until = asyncio.get_running_loop().time, math.inf
     while True:

@@ -150,7 +150,11 @@ class LinkClosedError(TransferError):
 
 
 class Link:
-    """One end of a connection. Several threads may send; one thread may receive."""
+    """One end of a connection. Several threads may send; one thread may receive.
+
+    Args:
+        end: the connected Unix socket, which `close` closes.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end

@@ -186,7 +186,13 @@ class RankedDevice:
 
 
 class RankedPlanes:
-    """Planes of several ranks as one object."""
+    """Planes of several ranks as one object.
+
+    Args:
+        layout: the layout of a whole block.
+        num_blocks: number of blocks, the same on each rank.
+        parts: the planes of each rank, in the order of the ranks.
+    """
 
     def __init__(self, layout: Layout, num_blocks: int, parts: Sequence[Planes]) -> None:
         self.layout = layout
@@ -202,7 +208,12 @@ class RankedPlanes:
 
 
 class RankedHost:
-    """Host slots of several ranks: each rank has an array of its own for its bytes of each slot."""
+    """Host slots of several ranks: each rank has an array of its own for its bytes of each slot.
+
+    Args:
+        num_slots: number of slots, the same for each rank.
+        parts: the host slots of each rank, in the order of the ranks.
+    """
 
     def __init__(self, num_slots: int, parts: Sequence[HostSlots]) -> None:
         self.num_slots = num_slots
@@ -371,7 +382,11 @@ class RankedEvent:
 
 
 class RankedStream:
-    """The compute streams of several ranks as one."""
+    """The compute streams of several ranks as one.
+
+    Args:
+        parts: the stream of each rank, in the order of the ranks.
+    """
 
     def __init__(self, parts: Sequence[Stream]) -> None:
         self._parts = tuple(parts)
@@ -380,7 +395,10 @@ class RankedStream:
         return RankedEvent([stream.record() for stream in self._parts])
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """Make each rank's stream wait for that rank's own event in `event`."""
+        """Make each rank's stream wait for that rank's own event in `event`.
+
+        The call blocks for at most `timeout_s` seconds for all ranks together.
+        """
         deadline = time.monotonic() + timeout_s
         for rank, stream in enumerate(self._parts):
             stream.wait(part_of(event, rank), max(deadline - time.monotonic(), 0.0))

@@ -46,7 +46,7 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
         The id of the token.
 
     Raises:
-        BadRequestError: the position is negative, a logit is NaN, or none is finite.
+        BadRequestError: the position is negative, a logit is NaN or +inf, or all logits are -inf.
     """
     if position < 0:
         raise BadRequestError(f"a position must not be negative, not {position}")
@@ -705,13 +705,13 @@ def check_tokens(tokens: npt.NDArray[np.integer], start: int, config: ModelConfi
     """Check the tokens of a call of the model.
 
     Args:
-        tokens: the tokens.
+        tokens: the tokens, an integer array [n], n >= 1.
         start: position of the first token.
         config: sizes of the model.
 
     Raises:
-        BadRequestError: a token is not in the vocabulary, or a position is above the model's
-            largest.
+        BadRequestError: `tokens` is no such array, a token is not in the vocabulary, or a position
+            is negative or above the model's largest.
     """
     if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
         raise BadRequestError("tokens must be a list of at least one integer")

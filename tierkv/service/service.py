@@ -596,7 +596,7 @@ class Service:
                 host has room. All other device blocks are forgotten.
 
         Raises:
-            OwnershipError: the device sleeps already.
+            OwnershipError: the device sleeps already, or another call resizes it or wakes it.
         """
         lifecycle = self._parts.lifecycle
         with lifecycle.alone(Tier.DEVICE):
@@ -622,8 +622,9 @@ class Service:
             device_blocks: number of device blocks, at least 1; None for as many as before.
 
         Raises:
-            ConfigError: the device has too little memory; it still sleeps.
-            OwnershipError: the device does not sleep.
+            ConfigError: the device has too little memory, or `device_blocks` is below 1. The device
+                still sleeps.
+            OwnershipError: the device does not sleep, or another call resizes it or wakes it.
         """
         lifecycle, memory = self._parts.lifecycle, self._memory
         with lifecycle.alone(Tier.DEVICE), memory.changing():
