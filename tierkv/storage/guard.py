@@ -84,9 +84,10 @@ class ResilienceSettings:
         failures_to_open: number of failed operations in a row after which the store is not used
             until it answers a probe.
         probe_interval_s: seconds between probes of a failed store.
-        retries_per_operation: average number of retries per read: 0.1 allows one retry in ten
-            reads.
-        max_reads: largest number of reads under way at the store; up to 1,024 more wait.
+        retries_per_operation: average number of retries per operation except writes: 0.1 allows
+            one retry in ten operations.
+        max_reads: largest number of operations except writes that are under way at the store; up to
+            1,024 more wait.
         write_batches: largest number of batches of writes under way. For a layered store, this
             number counts for each of its stores.
         max_waiting_write_bytes: largest number of bytes of waiting writes; beyond it, writes of the
@@ -414,7 +415,8 @@ class GuardedStore(StoreWrapper):
     async def _within(self, deadline_s: float, *, writes: bool = False) -> AsyncIterator[None]:
         """Cancel the body after `deadline_s` seconds.
 
-        Count this, or an error of the body, as a failure.
+        Count this as a failure, and also a StoreUnavailableError of the body, except a
+        StoreRefusedError.
         """
         is_stuck = False
 

@@ -74,8 +74,8 @@ class LayeredSettings:
 class LayeredStore(StoreWrapper):
     """A `Store` that consists of a far store, and a near store with copies of the far one's values.
 
-    Only values that never change (blocks) are copied. A value counts as stored when the far store
-    has it. Values that can be replaced (tickets) are in the far store only, and `get` reads only
+    Only values that never change (blocks) are copied. A write succeeds when the far store has the
+    value. Values that can be replaced (tickets) are in the far store only, and `get` reads only
     there. If the near store fails, reads are slower, but none fails.
 
     Args:

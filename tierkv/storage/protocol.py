@@ -537,7 +537,7 @@ class StoreHealth:
         part: URL of the inner store to which the breaker belongs, if the store consists of several
             stores; "" if the breaker is the store's own.
         num_opened: number of times that the breaker opened.
-        reason: why the breaker opened last.
+        reason: the store's last failure that the breaker counted; "" before the first one.
         degraded_s: total seconds in which the breaker was not closed.
         write_refusal: the store's reason for refusing writes, in its own words; "" if it accepts
             them.

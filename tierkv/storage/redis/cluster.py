@@ -281,11 +281,12 @@ def redirection(refusal: Refused, answered_by: Address) -> Redirection | None:
 
     Args:
         refusal: the error reply.
-        answered_by: the node that sent it. An ASK without a host means the host of this node.
+        answered_by: the node that sent it. An empty host in the reply means the host of this node;
+            so does the unknown host "?" in an ASK.
 
     Returns:
-        The redirection. None if the refusal is another error, or a MOVED without a host; the table
-            of slots then has the host.
+        The redirection. None if the refusal is another error, or a MOVED with the host "?"; the
+            table of slots then has the host.
     """
     words = refusal.message.split()
     if len(words) != _REDIRECTION_WORDS or words[0] not in {"MOVED", "ASK"}:
