@@ -182,8 +182,8 @@ class NodeCalls:
             job: The job whose prompt is looked up.
 
         Raises:
-            AttemptError: The node does not answer in time. This does not count as a failure of the
-                node.
+            AttemptError: The node does not answer in time, or answers with an error. This does not
+                count as a failure of the node.
         """
         body = job.body({})
         try:
@@ -304,7 +304,7 @@ class NodeCalls:
 
     @contextmanager
     def _translated(self, node: BackendNode) -> Iterator[None]:
-        """Turn errors of a call to `node` in the body into a NodeFailedError."""
+        """Raise a NodeFailedError if the body, a call to `node`, fails or takes too long."""
         try:
             yield
         except TimeoutError as error:
@@ -338,6 +338,7 @@ class NodeCalls:
     def _refuse(self, node: BackendNode, raw: bytes, status: int | None) -> NoReturn:
         """Raise the error that corresponds to a node's error answer.
 
+        If the answer says that the node is not ready, exclude the node from requests first.
         `status` is None if the error answer is an event of a stream.
         """
         try:

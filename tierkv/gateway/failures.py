@@ -100,7 +100,7 @@ class OutOfTimeError(GatewayError):
 
 
 class AttemptError(TierKVError):
-    """An attempt to generate an answer at a node failed; an attempt at another node may succeed."""
+    """A call to a node failed, or no node is available: another attempt may succeed."""
 
 
 class NodeFailedError(AttemptError):

@@ -38,7 +38,7 @@ class BackendNode:
             them; None before its first report.
         model: Name of the node's model; "" before the node's first report.
         differs_in: One phrase for each field in which the node's fingerprint differs from the most
-            frequent fingerprint of all nodes. If there is one, the node receives no requests.
+            frequent fingerprint of all nodes. The node receives requests only if this is empty.
 
     Args:
         url: URL of the node.
@@ -220,11 +220,11 @@ class Nodes:
             one.differs_in = () if one.fingerprint is None else differences(most, one.fingerprint)
 
     def prefilling(self) -> list[BackendNode]:
-        """Return the nodes whose role includes prefill."""
+        """Return the nodes with the role prefill or both."""
         return [node for node in self.all if node.role.prefills]
 
     def decoding(self) -> list[BackendNode]:
-        """Return the nodes whose role includes decode."""
+        """Return the nodes with the role decode or both."""
         return [node for node in self.all if node.role.decodes]
 
 
@@ -233,8 +233,8 @@ def usable(
 ) -> list[BackendNode]:
     """Return the nodes that may receive a request: all ready nodes, except those in `avoid`.
 
-    If no node is ready, the nodes that are excluded only because of recent failures are returned,
-    because an attempt at such a node is better than rejecting the request.
+    If no node outside `avoid` is ready, the nodes that are excluded only because of recent failures
+    are returned, because an attempt at such a node is better than rejecting the request.
 
     Args:
         nodes: The nodes.

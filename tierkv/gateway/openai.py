@@ -48,8 +48,8 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         seed: Seed of the sampling; null for a random seed. The same seed gives the same answer.
         top_k: Not a field of OpenAI; number of most likely tokens to sample from; 0 or -1 for all.
-        min_tokens: Not a field of OpenAI; number of tokens at the start of the answer in which stop
-            texts are ignored.
+        min_tokens: Not a field of OpenAI; number of tokens at the start of the answer in which the
+            answer cannot end.
         ignore_eos: Not a field of OpenAI; true to continue after tokens that end an answer.
         skip_special_tokens: Not a field of OpenAI; accepted without effect.
         n: Number of answers to each prompt, each with another seed.
@@ -105,9 +105,9 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of most likely tokens whose log probabilities are returned with each token.
+        """The number of most likely tokens that are returned with each token of the answer.
 
-        None if the request asks for no log probabilities.
+        Each has its log probability. None if the request asks for no log probabilities.
         """
         return None
 
@@ -365,7 +365,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
 # Answers
 
 Placed = tuple[int, Logprobs]
-"""The log probabilities at a place of an answer, and the number of characters before the place."""
+"""The number of characters of the answer before a token, and the token's log probabilities."""
 
 
 @dataclass(frozen=True, slots=True)

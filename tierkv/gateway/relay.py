@@ -9,8 +9,9 @@ finds the blocks that the first node has published, and computes only the rest.
 
 In a hand-off, a prefill node computes a prompt and publishes it under a ticket, and a decode node
 claims the ticket and continues. The gateway calls both at the same time, so that the decode node
-fetches blocks while the prefill node computes. The gateway chooses the ticket's id. Until the
-decode node's first token, either node can therefore be replaced by another node of its role.
+fetches blocks while the prefill node computes. The gateway chooses the ticket's id, so another
+prefill node can publish under this id, and another decode node can claim it. The gateway replaces a
+failed node in this way until it has received the decode node's first token.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class PromptAnswer:
     """The answer to one prompt.
 
     Attributes:
-        job: The prompt and its sampling parameters. A text prompt is replaced by its tokens at the
-            end of `run`.
+        job: The prompt and its sampling parameters. At the end of `run`, a prompt given as text or
+            messages is replaced by its tokens.
         num_tokens: Number of generated tokens. The token that completes a stop text is the last one
             that counts.
         cached_tokens: Number of prompt tokens that were found in the cache; 0 before the end of
@@ -189,7 +190,8 @@ class Delivery:
         cached_tokens: Number of prompt tokens that were cached at the node whose stream was the
             first to end with the event `done`; None before this event.
         has_stopped: True once the model has ended the text.
-        is_claimed: True once a decode node has sent a token after claiming the ticket.
+        is_claimed: True once a decode node has sent tokens in answer to a claim, even if the node
+            found no usable ticket and computed the prompt itself.
         contributing_nodes: Nodes that sent some of the received tokens.
         publisher: The node that published the prompt; None before the publish.
         has_incompatible_nodes: True once a node could not use another node's KV. The nodes may then
@@ -315,7 +317,7 @@ class Delivery:
         if None in found:
             raise HandoffRefusedError(
                 HandoffProblem.INCOMPLETE.value,
-                f"{node.url} gave a token of the ticket, whose log probabilities are lost",
+                f"{node.url} gave a token of the ticket without its log probabilities",
             )
         return [one for one in found if one is not None]
 
@@ -326,8 +328,8 @@ class Delivery:
     def note(self, node: BackendNode, error: AttemptError) -> None:
         """Record a failed attempt at a node. Further attempts for this prompt avoid the node.
 
-        A node that sent some of the tokens and whose hand-off was rejected is not avoided: it can
-        continue the answer by itself.
+        If the hand-off failed at a node that has sent some of the tokens, the node is not avoided,
+        because it can continue the answer by itself.
 
         Args:
             node: The node.

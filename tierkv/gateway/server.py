@@ -270,8 +270,8 @@ class ProbeRoutes:
     async def ready(self, request: web.BaseRequest) -> ReadyAnswer:
         """Answer 200 while at least one node accepts requests, else 503.
 
-        The status is "degraded" if a node is not ready or is degraded itself. With ?verbose, the
-        answer names the state of each node.
+        While the gateway shuts down, the answer is 503, too. The status is "degraded" if a node is
+        not ready or is degraded itself. With ?verbose, the answer names the state of each node.
         """
         gateway = self._gateway
         if gateway.is_draining:
