@@ -13,6 +13,7 @@ from tests.sessions import publish_request
 from tests.world import tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
+from tierkv.gpu.protocol import Direction
 from tierkv.sched import events as sched_events
 from tierkv.sched.events import CacheEvent, CacheEventKind, Subscription
 
@@ -205,3 +206,30 @@ async def test_a_tail_of_another_prompt_that_is_fetched_is_told_too() -> None:
         stored = [event for event in events if event.tier == "host"]
         keys = [key.digest for key in here.keys(tokens(11))]  # the tail as the other prompt left it
         assert [digest for event in stored for digest in event.digests] == keys
+
+
+async def test_a_block_that_a_fetch_finds_on_its_way_from_the_device_is_not_told_to_be_there() -> (
+    None
+):
+    prompt = list(range(16))
+    through = WritePolicy.WRITE_THROUGH
+    async with world(store=await filled(prompt), host_write=through) as here:
+        with here.service.events.subscribe() as events:
+            here.the_store.hold()
+            fetching = asyncio.ensure_future(here.admit([*prompt, 1]))
+            await here.the_store.until_held(1)
+            here.latch.hold(Direction.OFFLOAD)
+            computes = await here.admit(prompt, uses_cache=False)
+            await here.prefill(computes, prompt)
+            await here.latch.until_held()
+            here.latch.fail_next(Direction.OFFLOAD, 1)
+            here.the_store.release()
+            fetched = await finish(fetching)
+            here.latch.release()
+            here.service.scheduler.end(fetched)
+            await here.ended(computes)
+            told = [
+                one.tier for one in await everything(events) if one.kind is CacheEventKind.STORED
+            ]
+        assert here.service.stats().host.used == 0, "the one copy that was begun has failed"
+        assert set(told) == {"device", "storage"}

@@ -433,3 +433,19 @@ async def test_of_a_prompt_that_was_never_stored_only_one_piece_is_asked_for() -
         found = await finish(here.service.lookup(prompt))
         assert (found.num_tokens, found.storage_tokens) == (prompt.num_tokens, 0)
         assert store.num_asked == PIECE_BLOCKS
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+async def test_the_slot_for_a_shared_tail_is_free_again_if_its_fetch_brings_nothing(
+    is_gone: bool,
+) -> None:
+    store = await filled(tokens(11))
+    async with world(store=store, host_blocks=8) as here:
+        if is_gone:  # it stays in the list of tails, where another prompt finds it
+            await store.delete(here.names(tokens(11))[-1:])
+        prompt = [*tokens(10), 500]
+        request = await here.admit(prompt)
+        assert request.cached_tokens == (8 if is_gone else 10)
+        await here.prefill(request, prompt)  # checks every byte
+        await here.ended(request)
+        assert here.service.stats().host.free == (6 if is_gone else 5)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.simulated import simulated, simulated_world
+from tests.faulty import FaultyStore
+from tests.simulated import LoopClock, simulated, simulated_world
 from tests.world import World, tokens
 from tierkv.cache.eviction import WritePolicy
 from tierkv.sched.budget import Budget
 from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.worth import SILENT_S, SLACK_S, SLACK_SHARE, Estimator, FetchPolicy
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import GetItem, GetOutcome
 
 THROUGH = WritePolicy.WRITE_THROUGH
 NUM_TOKENS = 4 * 4 * GROUP_BLOCKS  # four groups of blocks of 4 tokens
@@ -194,3 +198,36 @@ async def test_a_tier_that_has_nothing_is_not_asked_where_the_answer_takes_long(
     for _ in range(20):
         quick.tier.note_answer(0.001, has_found=False)
     assert quick.judge(1000, 0.0).wait_s > 0
+
+
+class Promising(FaultyStore):
+    """Says what it has, and while it is stuck gives none of it."""
+
+    is_stuck = False
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        if self.is_stuck:
+            await asyncio.sleep(1e6)
+        return await super().get_into(items)
+
+
+@simulated
+async def test_fetches_that_queue_behind_others_and_come_to_nothing_are_not_made_for_ever() -> None:
+    async with fetching() as here:
+        store = Promising(MemoryStore(MemorySettings(), LoopClock()))
+        await here.service.attach_storage(store)
+        prompts = [tokens(64, 1000 * number) for number in range(16)]
+        for prompt in prompts:
+            await here.run(prompt)
+        here.service.reset()
+        store.is_stuck = True
+        here.service.note_prefill(64, 1.0)
+        waits = []
+        for first in range(0, 16, 4):
+            began = asyncio.get_running_loop().time()
+            four = [asyncio.ensure_future(here.admit(one)) for one in prompts[first : first + 4]]
+            for one in four:
+                here.service.scheduler.end(await one)
+            waits.append(asyncio.get_running_loop().time() - began)
+        assert waits == [pytest.approx(0.13, abs=0.01), *[pytest.approx(0.0, abs=0.01)] * 3]
+        await here.settle()
