@@ -449,3 +449,4 @@ async def test_the_slot_for_a_shared_tail_is_free_again_if_its_fetch_brings_noth
         await here.prefill(request, prompt)  # checks every byte
         await here.ended(request)
         assert here.service.stats().host.free == (6 if is_gone else 5)
+        assert not here.service.fetcher.groups._reserved, "it counts towards quotas"  # noqa: SLF001

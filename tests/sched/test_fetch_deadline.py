@@ -231,3 +231,13 @@ async def test_fetches_that_queue_behind_others_and_come_to_nothing_are_not_made
             waits.append(asyncio.get_running_loop().time() - began)
         assert waits == [pytest.approx(0.13, abs=0.01), *[pytest.approx(0.0, abs=0.01)] * 3]
         await here.settle()
+
+
+@simulated
+async def test_a_tier_that_is_quick_again_is_used_after_one_answer() -> None:
+    known = estimator(0.4, 0.3, 0.1)
+    assert known.judge(1000, 0.0).is_try
+    known.tier.note_answer(0.001, has_found=True)
+    assert known.judge(1000, 0.1).wait_s > 0
+    known.tier.note_silence(0.5)
+    assert known.judge(1000, 0.2).wait_s == 0

@@ -140,3 +140,11 @@ def test_waits_for_owners_that_deliver_pay_for_those_that_came_to_nothing() -> N
     computing.note_wait(wait, 1.2, was_worth_it=False)
     computing.note_wait(wait, 9.0, was_worth_it=True)
     assert not computing.is_worth_it(wait), "one that took longer than computing has saved nothing"
+
+
+def test_after_a_short_wait_in_vain_one_chance_is_passed_by_and_the_next_is_taken() -> None:
+    computing, wait = computing_and_a_wait()
+    computing.note_wait(wait, 0.01, was_worth_it=False)
+    assert not computing.is_worth_it(wait)
+    computing.passed_by(wait)
+    assert computing.is_worth_it(wait)
