@@ -884,8 +884,8 @@ class SleepBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         keep_blocks: True to copy blocks that are only on the device to the host, until the host is
             full.
-        deadline_s: Seconds to wait for running requests. If some still run after that, the call
-            fails and changes nothing.
+        deadline_s: Seconds to wait until all running requests and pins have ended. After that, the
+            call fails, and new requests are admitted again.
     """
 
     keep_blocks: bool = True
