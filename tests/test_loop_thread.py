@@ -56,3 +56,14 @@ def test_cancelling_the_future_cancels_its_work() -> None:
     assert future.cancel()
     assert ended.wait(10.0)
     assert thread.close()
+
+
+def test_a_thread_that_is_asked_to_close_while_it_opens_accepts_no_work() -> None:
+    @asynccontextmanager
+    async def closed_early() -> AsyncIterator[None]:
+        thread.ask_to_close()
+        yield
+
+    thread = LoopThread("loop of this test", closed_early, name="test-loop", close_s=PATIENCE_S)
+    assert not thread.open(PATIENCE_S)
+    assert thread.close()

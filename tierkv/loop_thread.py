@@ -85,7 +85,8 @@ class LoopThread:
             timeout_s: seconds to wait. If they pass, the thread begins to close.
 
         Returns:
-            True if the thread accepts work now; False if the time was not enough.
+            True if the thread accepts work now; False if the time was not enough, or if another
+            thread asked it to close.
 
         Raises:
             ConfigError: the thread was opened before, or the system cannot start another thread.
@@ -103,7 +104,7 @@ class LoopThread:
         error = self.pop_error()
         if error is not None:
             raise error
-        return True
+        return self._accepts_work
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Refuse further work, wait for running work, and exit the context manager of `lifetime`.

@@ -84,6 +84,15 @@ async def test_a_draining_node_is_alive_and_not_ready_and_takes_no_work(on: Here
         assert (refused.status, refused.code) == (503, "shutting_down")
 
 
+async def test_a_node_that_shuts_down_after_a_failure_names_it(on: Here) -> None:
+    on.node.service.failure = "tierkv-flush ended with OSError: disk full"
+    on.node.drain()
+    answer = await on.client.get("/readyz")
+    assert answer.status == 503
+    why = "this node is shutting down after a failure: tierkv-flush ended with OSError: disk full"
+    assert why in answer.body["detail"]
+
+
 async def test_a_node_that_has_not_started_is_alive_and_not_ready() -> None:
     node = Node(settings(), environ={"XDG_CACHE_HOME": "/nonexistent"})
     async with (

@@ -160,7 +160,7 @@ def _of_service(node: Node) -> Part:
         return Health.DOWN, "this node is starting"
     if node.is_draining:
         failure = node.service.failure
-        why = "" if failure is None else f"after a failure: {failure}"
+        why = "" if failure is None else f" after a failure: {failure}"
         return Health.DOWN, f"this node is shutting down{why}"
     return Health.OK, "accepts requests"
 
