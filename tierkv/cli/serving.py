@@ -68,7 +68,7 @@ _insecure_and_log_level = _all_of(
     ),
     click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON."),
 )
-_SETTINGS = {  # table and key, for options whose name is not that of their setting
+_SETTINGS = {  # table and key, for options with another name than their setting
     "auth_file": ("auth", "file"),
     "tls_cert": ("tls", "cert"),
     "tls_key": ("tls", "key"),

@@ -142,7 +142,7 @@ def _streaming(
 
 
 class Client:
-    """An `AsyncClient` whose methods block. Several threads may use it at a time.
+    """An `AsyncClient` with methods that block. Several threads may use it at a time.
 
     Enter it with `with`, or call `close` at the end. Ctrl-C during a call cancels the call. See
     `AsyncClient` for the arguments and methods.

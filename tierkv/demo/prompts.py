@@ -75,13 +75,13 @@ class Prompts(Protocol):
 
 
 def device_blocks(prompts: Prompts) -> int:
-    """Return the number of device blocks for one conversation, and a quarter more."""
+    """Return the capacity of the device tier in blocks: one conversation plus a quarter."""
     blocks = -(-(prompts.num_tokens + prompts.room_tokens) // BLOCK_SIZE)
     return blocks + blocks // 4
 
 
 class TextPrompts:
-    """Prompts for the built-in model, which continues a text and whose tokens are bytes."""
+    """Prompts for the built-in model, which continues a text and has bytes as tokens."""
 
     gateway_tokens = 120
     tokens_before_kill = 20

@@ -396,8 +396,8 @@ class Starts:
             spec: the request.
             match: the cached blocks of its prompt at this moment.
             fetched: the blocks fetched from storage for it; None for none.
-            passes_by: a possible wait for another request's blocks that the request does not make,
-                for the statistics; None for none.
+            passes_by: a wait for another request's blocks, which this request could make and does
+                not; it is counted. None if there is no such wait.
 
         Returns:
             The running request. Its loads from the host may not have ended.
@@ -1070,8 +1070,8 @@ class Admissions:
     def _unblock(self, first: Waiting, space: str | None = None) -> bool:
         """Release fetched blocks of one waiting request (of `space`, or any) to make room.
 
-        If no request has such blocks, `first`, whose turn it is, gives up its partly shared block.
-        Return False if `first` has none either.
+        If no request has such blocks, `first`, the next request to admit, gives up its partly
+        shared block. Return False if `first` uses none either.
         """
         if self._line.release_last_fetched(space):
             return True

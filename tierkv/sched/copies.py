@@ -561,7 +561,7 @@ class Copies:
     async def _store_leaving(
         self, leaving: Leaving, lease: Lease, first: int, stop: int, generation: int
     ) -> None:
-        """Store blocks before their host slots are removed, for at most LEAVING_PATIENCE_S."""
+        """Store blocks before their host slots are removed; give up after LEAVING_PATIENCE_S."""
         node, stored = lease.node, [False] * (stop - first)
         try:
             async with self.storing.room((stop - first) * self._block_bytes):
@@ -580,10 +580,10 @@ class Copies:
             self._work.capacity_changed()
 
     def _on_host(self, node: TreeNode, first: int, stop: int) -> tuple[TreeNode, int]:
-        """Return the end of the unbroken blocks on the host from `first` on.
+        """Return where the unbroken run of host blocks that begins with block `first` ends.
 
-        The end is the index node with the last of these blocks, and the index after this block; it
-        is `node` and `first` if block `first` is not on the host.
+        The result is the index node with the last of these blocks, and the index after this block.
+        If block `first` is not on the host, the result is `node` and `first`.
         """
         last, at = node, first
         for part, i, j in segments(node, first, min(stop, node.end)):

@@ -59,7 +59,7 @@ class CacheEvent(msgspec.Struct, frozen=True):
         external_ids: the engine's own id of each block, None for a block without one; () if no
             block has one.
         external_parent: the engine's own id of the block before `start`; None without one.
-        session_id: the session in whose turn the blocks were computed; "" without one.
+        session_id: the session that computed the blocks in one of its turns; "" for none.
     """
 
     number: int
@@ -295,7 +295,7 @@ class CacheEvents:
             node: the node of the index at the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
-            session_id: the session in whose turn the blocks were computed; "" without one.
+            session_id: the session that computed the blocks in one of its turns; "" for none.
         """
         if not self._subscriptions:
             return
@@ -455,7 +455,7 @@ class CacheEvents:
             kind: the kind of change.
             tier: "device", "host" or "storage".
             run: the blocks that the event names.
-            session_id: the session in whose turn the blocks were computed; "" without one.
+            session_id: the session that computed the blocks in one of its turns; "" for none.
 
         Returns:
             The event, with the number of the last published event.
@@ -493,7 +493,7 @@ class CacheEvents:
             kind: the kind of change.
             tier: "device", "host" or "storage".
             run: the blocks that the event names.
-            session_id: the session in whose turn the blocks were computed; "" without one.
+            session_id: the session that computed the blocks in one of its turns; "" for none.
         """
         self._number += 1
         event = self.event(kind, tier, run, session_id)

@@ -204,7 +204,7 @@ class Eviction:
         return missing
 
     def _num_that_can_go(self, tier: Tier) -> int:
-        """Return the number of copies whose eviction frees their slots at once."""
+        """Return the number of copies that can be evicted with their slots free at once."""
         unheld = self.index.spaces.order[tier].num_unheld
         if tier is HOST:
             unheld -= self._slots.num_being_stored
@@ -296,7 +296,10 @@ class Eviction:
         self._pools[tier].release(self._drop(tier, node, start, stop))
 
     def _drop(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
-        """Evict blocks [start, stop) of `node` from `tier`; return the slots that are free now."""
+        """Evict blocks [start, stop) of `node` from `tier`.
+
+        Return those slots that are free now.
+        """
         now, count = monotonic(), stop - start
         other = node.device if tier is HOST else node.host
         kept = other.present_in(start, stop) if other is not None and other.num_present else 0

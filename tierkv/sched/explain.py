@@ -142,7 +142,11 @@ _PLACES = {CopyState.READY: "device", CopyState.INCOMING: "loading", CopyState.A
 
 
 def _elsewhere(index: Index, prompt: Prompt, block: int) -> str | None:
-    """Return the name of another space that has the prompt's block `block`, or the whole prompt."""
+    """Return the name of another space that has block `block` of the prompt.
+
+    A space that has the whole prompt, its tail included, counts too. None if there is no such
+    space.
+    """
     for space in index.spaces.all():
         other = Prompt(prompt.tokens, prompt.block_size, prompt.extras, space.name)
         if space.name != prompt.space:

@@ -283,7 +283,7 @@ class WaitingLine:
         return wait
 
     def ready_again(self) -> list[Waiting]:
-        """Return the parked requests whose wait can end.
+        """Return the parked requests that can end their wait.
 
         The blocks that they wait for are computed, or will never be. Each request is returned once;
         the caller passes it to `unpark`.

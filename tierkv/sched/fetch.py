@@ -425,7 +425,7 @@ class Fetched:
 class Fetcher:
     """Fetches blocks from storage for the requests of one node.
 
-    If several calls need the same block, one of them fetches it and the others wait for its end.
+    If several calls need the same block, one of them fetches it; the other calls wait for its end.
 
     Args:
         tiers: the tiers to fetch into.
@@ -596,8 +596,8 @@ class _Fetch:
         transfer: the bytes of this fetch, by which the speed of storage is measured.
         is_whole: True once all of this prompt's blocks in storage have arrived; a tail of another
             prompt may still come.
-        fate: the reason why not all blocks came in time; None without one, and if the answer of
-            the store in `landed.problem` is the reason.
+        fate: the reason why the fetch stopped, if it is not an answer of the store; None while the
+            fetch runs, if all blocks came, or if `landed.problem` has the store's answer.
         question: the decision to ask storage; None if storage was not asked.
         is_late: True once the request went on without this fetch.
         began_at: start, in seconds of the monotonic clock.
@@ -736,7 +736,11 @@ class _Fetch:
             await self._fetch_shared_tail(keys)
 
     async def _match(self) -> tuple[Sequence[StoredKey], int]:
-        """Return the keys of missing blocks, and how many of the first ones storage should have."""
+        """Return the keys of the missing blocks, and the number of leading keys to read.
+
+        The number covers the blocks that storage has, or all blocks if storage need not be asked.
+        It is 0 if the request shall compute instead.
+        """
         fetcher = self.fetcher
         keys = await self._wait_for_other_fetches()
         if not keys:
@@ -812,7 +816,10 @@ class _Fetch:
         return found
 
     def _worth_fetching(self, keys: Sequence[StoredKey], question: Decision) -> Sequence[StoredKey]:
-        """Return those first of `keys` that are worth fetching; [] if none is."""
+        """Return the part of `keys`, from the first on, that is worth fetching; [] for none.
+
+        `question` is the decision to ask storage; a measuring one (`is_try`) is not judged again.
+        """
         estimator, end = self.fetcher.estimator, self.landed.lease.num_blocks + len(keys)
         end_token = min(end * self.prompt.block_size, self.prompt.num_tokens)
         tokens = end_token - self.landed.lease.num_blocks * self.prompt.block_size

@@ -137,9 +137,11 @@ class Lifecycle:
 
     @contextmanager
     def _retiring(self, tier: Tier, first: int) -> Iterator[Leaving]:
-        """Mark the slots from `first` on as leaving the tier during the body, then free them.
+        """Make the slots from `first` on leave the tier during the body, then give them back.
 
-        After a body without an error, the caller must wake waiting requests.
+        The slots that the body took out of use become free again, so that the caller can remove
+        them from the pool; after an error they stay in the tier. After a body without an error, the
+        caller must wake waiting requests.
         """
         leaving = self._tiers.slots.leaving[tier] = Leaving(first)
         try:

@@ -351,7 +351,10 @@ def _key(node: TreeNode, block: int, prompt: Prompt) -> _Key:
 
 
 def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
-    """Return how many leading blocks of both prompts are equal from block `at` on, up to `stop`."""
+    """Return the number of blocks, from block `at` on, that two prompts have in common.
+
+    Blocks from `stop` on do not count.
+    """
     width = prompt.block_token_bytes
     start = at * width
     shared = common_blocks(promise.prompt.tokens, start, prompt.tokens, start, stop - at, width)
@@ -757,7 +760,7 @@ class Running:
 
     Attributes:
         by_id: running requests in the order of admission.
-        ending: ended requests whose blocks kernels or copies may still use.
+        ending: ended requests with blocks that kernels or copies may still use.
     """
 
     def __init__(self) -> None:

@@ -114,7 +114,7 @@ class Scheduler:
 
     @property
     def ending_requests(self) -> Sequence[Request]:
-        """Ended requests whose blocks kernels or copies may still use."""
+        """Ended requests with blocks that kernels or copies may still use."""
         return tuple(self._running.ending)
 
     async def until_idle(self) -> None:

@@ -69,7 +69,7 @@ class Tenants:
         """Return the name of a tenant's space without an adapter, if it is known; open nothing.
 
         Returns:
-            The name; None if the space is closed or was never opened, and no quota was set for it.
+            The name, if the space is open or a quota was set for it; None otherwise.
         """
         own = self._fingerprints[DEFAULT]
         if tenant == own.tenant:

@@ -449,7 +449,8 @@ class Transfer:
     def remaining_s(self, now: float) -> float:
         """Return the estimated seconds until all missing bytes have arrived.
 
-        The estimate assumes the average speed of the transfer so far.
+        The estimate assumes the average speed of the transfer so far. Before the first byte, it
+        counts one byte as arrived, so the result is very large.
         """
         took_s = now - self.began
         return took_s * (self.num_bytes / max(self.arrived_bytes, 1.0) - 1.0)

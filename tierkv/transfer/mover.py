@@ -642,10 +642,10 @@ class Mover:
         return movement
 
     def _follow(self, movement: Movement, counts: Direction | None) -> None:
-        """End the movement when its last event is done, and count its bytes under `counts`.
+        """End the movement when its last event is done, and add its bytes to those of `counts`.
 
-        A movement that counts (load or offload) ends in a later turn of the loop. With None, a copy
-        within the device, no bytes count, and a movement that is already done ends at once.
+        A load or an offload ends in a later turn of the loop. `counts` is None for a copy within
+        the device: its bytes are not counted, and a copy that is already done ends at once.
         """
         submission, is_long = movement.submission, movement.num_bytes > _SHORT_BYTES
         loop, events = asyncio.get_running_loop(), _events_of(submission)

@@ -194,7 +194,7 @@ class Slices:
         return ValueIdentity(digest, key.digest, key.num_tokens)
 
     def assemble(self, slot: int, payloads: dict[Shard, Bytes1D], num_tokens: int) -> None:
-        """Put a block together in this node's slots from the slices of a node of another size.
+        """Fill one slot of this node from the slices of a node with another number of ranks.
 
         Args:
             slot: id of the host slot, the same for every rank of this node.
@@ -253,8 +253,8 @@ class TailLists:
     A tail is the last, partial block of a prompt. Its name in storage depends on all of its tokens,
     so only a prompt with exactly the same tokens can compute the name. A list is one small stored
     value for the block before the tails; it has the tokens of the tails that follow this block.
-    With the list a prompt finds tails that share only their first tokens with the prompt, or that
-    are shorter or longer.
+    With the list a prompt also finds tails that share only some first tokens with its own next
+    block.
 
     A list cannot cause wrong results: a tail's name is computed from the tokens in the list, and
     the tail's value is checked as any block is. If a list is lost, damaged or out of date, its
@@ -351,7 +351,7 @@ class TailLists:
         Args:
             parent: digest of the block before the tail, 32 bytes.
             wanted: the prompt's tokens after that block, int32 as bytes.
-            extra: extra keys of the tail, which must be equal.
+            extra: extra keys of the prompt's next block; a tail with other extra keys is skipped.
             space: name of the prompt's space (short form of its fingerprint); "" for the service's
                 own.
             missing: digests of tails that are known not to be stored; they are skipped.
@@ -416,7 +416,7 @@ _MAX_FOUND = 65_536
 _FAR_S = 0.1  # after a slower answer, a lookup sends its two questions together
 _MAX_COPIES = 4  # copies of one value that are tried if each is damaged
 # Number of values encoded per turn of the loop. 32 take 0.3 ms, and a server that writes values of
-# 512 KiB would be idle meanwhile.
+# 512 KiB would be idle in that time.
 _MADE_AT_ONCE = 8
 _WAITED_FOR = 1e9  # worth of a block that a request waits for
 # Smallest number of cores with which threads make headers ahead of sending. A value of 2 MiB takes
@@ -1042,7 +1042,7 @@ class Values:
         ]
 
     def _later(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem | None:
-        """Return a value whose header the sender fills in; None if that is impossible."""
+        """Return a value with a header that the sender fills in; None if that is impossible."""
         payload = part.host.array[slot].data
         header = None
         if not key.is_tail:

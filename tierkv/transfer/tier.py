@@ -53,7 +53,7 @@ class StoreState(msgspec.Struct, frozen=True):
     """The state of one attached store.
 
     Attributes:
-        tenant: short form of the only fingerprint whose blocks are in the store; "" for the common
+        tenant: short form of the fingerprint that owns all blocks in the store; "" for the common
             store.
         url: the store's URL.
         is_shared: True if other processes see the same values.
@@ -244,7 +244,7 @@ class StorageTier:
 
         Args:
             store: the store, or its URL.
-            tenant: short form of the only fingerprint whose blocks are in this store; "" for the
+            tenant: short form of the fingerprint that owns all blocks in this store; "" for the
                 common store.
 
         Raises:
@@ -268,7 +268,7 @@ class StorageTier:
         Operations that have begun are still completed on that store.
 
         Args:
-            tenant: short form of the only fingerprint whose blocks are in the store; "" for the
+            tenant: short form of the fingerprint that owns all blocks in the store; "" for the
                 common store.
         """
         was_there = self._stores.detach(self._route(tenant)) is not None
