@@ -82,7 +82,11 @@ _SETTINGS = {  # table and key, for options with another name than their setting
 def _settings_in(
     options: Mapping[str, object], *, table: str, insecure: bool
 ) -> Iterator[tuple[str, str, object]]:
-    """Yield each given option as (table, key, value), the form that `config.load` reads."""
+    """Yield each given option as (table, key, value), the form that `config.load` reads.
+
+    An option that is not in `_SETTINGS` belongs to `table`, which also has the setting that
+    `insecure` turns on, `allow_insecure_bind`.
+    """
     if insecure:
         yield table, "allow_insecure_bind", True
     for name, value in options.items():

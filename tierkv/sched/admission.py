@@ -1019,7 +1019,7 @@ class Admissions:
     ) -> PromiseWait | None:
         """Return a possible wait for another request's blocks; None if there is none.
 
-        After `give_up_at`, in seconds of the loop's clock, there is none.
+        From `give_up_at` on, in seconds of the loop's clock, there is none; None for no such limit.
         """
         if not self._computing.num_promises or not spec.uses_cache:
             return None

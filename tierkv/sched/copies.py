@@ -94,8 +94,8 @@ class Beyond:
 async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> Beyond:
     """Ask storage which blocks of a prompt it has after the cached ones.
 
-    If storage lacks the next block, the result may name the tail (partial last block) of another
-    prompt that shares more tokens with this prompt than are cached here.
+    For the first block that storage lacks, the result may name a stored tail (partial last block)
+    of another prompt. This tail shares more first tokens with the block than are cached here.
 
     Args:
         index: the index of the match.

@@ -72,7 +72,8 @@ class Regret:
 
     Attributes:
         seconds: the balance.
-        usual_s: computing time of the larger ones among the recent requests, in seconds.
+        usual_s: largest computing time of the recent requests, in seconds; each older request
+            counts 2 % less than the one after it.
         largest_s: computing time of the largest request so far, in seconds.
     """
 
