@@ -162,7 +162,9 @@ class History:
         return newest
 
     def newest(self, prompt: Prompt, block: int) -> HistoryEvent | None:
-        """Return the newest event that begins with the given block; faster than `find`.
+        """Return the newest event about blocks of which the given block is the first.
+
+        Faster than `find`.
 
         Args:
             prompt: the prompt.
