@@ -356,7 +356,10 @@ class TierCopies:
         return np.frombuffer(packed, _INT32, self.num_blocks)
 
     def fits(self, num_blocks: int) -> bool:
-        """Return whether there are `num_blocks` slots and states, in the most compact form."""
+        """Return whether there are exactly `num_blocks` slots and states, in the most compact form.
+
+        The checks of `verify` use it.
+        """
         slots, states = self._slots, self._states
         least = num_blocks * _SLOT_BYTES
         return (
