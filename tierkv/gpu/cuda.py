@@ -209,10 +209,10 @@ class PendingEvent:
     """The event of a copy that the lane's thread may not have submitted yet.
 
     Args:
-        progress: all events of a lane share this condition, which the lane's thread notifies after
-            `submitted` and `failed`.
-        line: see `Event`.
-        position: see `Event`.
+        progress: a condition that all events of a lane share; the lane's thread notifies it after
+            it has called `submitted` or `failed`.
+        line: an object that all events of the lane share: they are done in the order of `position`.
+        position: number of the event among the lane's events.
     """
 
     __slots__ = ("_error", "_event", "_progress", "line", "position")

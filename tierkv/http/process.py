@@ -102,10 +102,7 @@ class CallUnderWay:
             raise self._working.cut_off() from error
 
     def cut_off(self) -> None:
-        """Cancel the body.
-
-        The context manager then raises the error that `Working.cut_off` returns.
-        """
+        """Cancel the body; the context manager then raises the node's error for a shutdown."""
         if not self._is_cut_off:
             self._is_cut_off = True
             self._task.cancel()

@@ -279,9 +279,13 @@ class WorkerPlanes:
                 event.block_until_done(max(deadline - time.monotonic(), 0.0))
 
     def replace(self, planes: Planes | Sequence[Planes]) -> None:
-        """Use other tensors of the same layouts from now on.
+        """Use other tensors from now on, with the layouts of the present ones.
 
-        No copy may be in flight, and the host slots must come from `attach`, not from `connect`.
+        No copy may be running. The host slots must have been passed to `attach`; with slots that
+        `connect` received from the scheduler, the tensors cannot be replaced.
+
+        Args:
+            planes: the new tensors, one object for each cache group.
         """
         self._held.close()
         self._planes = tuple(planes) if isinstance(planes, Sequence) else (planes,)

@@ -194,14 +194,14 @@ class Tenants:
         return self._close(key, name)
 
     async def retire(self, name: str) -> int:
-        """Close a space as `close` does, in many short turns of the event loop.
+        """Close a space as `close` does; other tasks of the event loop run during the call.
 
         Returns:
             The number of removed copies of blocks.
 
         Raises:
-            BadRequestError: the space is not open or is in use. If it came into use during the
-                call, it stays open and has fewer blocks.
+            BadRequestError: the space is not open or is in use. If a request begins to use it
+                during the call, it stays open, without the blocks that were removed until then.
         """
         root = self._check_unused(name)
         before = sum(root.space.used)

@@ -411,7 +411,9 @@ class Service:
         return self.tenants.close(space)
 
     async def retire_fingerprint(self, space: str) -> int:
-        """Refuse prompts of a space from now on, and remove its blocks, while other tasks may run.
+        """Close a space: remove its blocks, then refuse its prompts.
+
+        Other tasks run during the call.
 
         Stored values stay.
 
@@ -419,8 +421,8 @@ class Service:
             The number of removed copies of blocks.
 
         Raises:
-            BadRequestError: the space is in use or not open. If it came into use during the call,
-                it stays open and has fewer blocks.
+            BadRequestError: the space is not open or is in use. If a request begins to use it
+                during the call, it stays open, without the blocks that were removed until then.
         """
         return await self.tenants.retire(space)
 

@@ -720,9 +720,10 @@ class StorageIO:
     async def _forget_damaged(
         self, reads: Sequence[Read], blocks: Sequence[GetOutcome]
     ) -> list[int]:
-        """Delete damaged values.
+        """Delete the damaged values among those that were read.
 
-        Return the indexes of blocks of which the store may have another copy.
+        Return the positions in `blocks` of damaged blocks to read again, since a layered store may
+        have another copy in its far store.
         """
         damaged = [read for read in reads if read.outcome.status is GetStatus.DAMAGED]
         again = {at for at, block in enumerate(blocks) if block.status is GetStatus.DAMAGED}

@@ -266,7 +266,7 @@ class ConnectionPool:
         self._wake_one()
 
     def _begin_at_once(self) -> None:
-        """Submit queued requests to open connections now, without waiting for their tasks."""
+        """Send queued requests now over the open connections, before the connections' tasks run."""
         for wire in list(self._wires):
             while self._may_begin(wire):
                 request = self._pop()
