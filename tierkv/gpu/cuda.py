@@ -1,7 +1,7 @@
-"""GPUs, streams, events and kernels of CUDA, through CuPy, whose errors become TierKVErrors.
+"""GPUs, streams, events and kernels of CUDA, through CuPy; errors of CuPy become TierKVErrors.
 
-Only this module and `cuda_memory` use CuPy. Its functions have no types; the functions of these two
-modules do.
+Only this module and `cuda_memory` import CuPy. CuPy's functions have no type annotations; the
+functions of these two modules have them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,11 @@ class Gpu:
         return Bound(self, closes=False)
 
     def bound_to_close(self) -> Bound:
-        """Return a context like that of `bound`, which also ignores errors of a lost GPU."""
+        """Return a context like that of `bound`, for closing objects of this GPU.
+
+        If this process can no longer use the GPU, the context raises no DeviceFailedError: entering
+        it succeeds, and an error of CUDA inside it ends the `with` block silently.
+        """
         return Bound(self, closes=True)
 
     def give_thread_a_context(self) -> None:
@@ -211,7 +215,7 @@ class PendingEvent:
     Args:
         progress: a condition that all events of a lane share; the lane's thread notifies it after
             it has called `submitted` or `failed`.
-        line: an object that all events of the lane share: they are done in the order of `position`.
+        line: an object that all events of the lane share; see `Event`.
         position: number of the event among the lane's events.
     """
 
@@ -381,7 +385,8 @@ def new_stream(gpu: Gpu, *, is_urgent: bool) -> CudaStream:
 
     Args:
         gpu: the GPU.
-        is_urgent: True to start its kernels before waiting kernels of other streams.
+        is_urgent: True to let the GPU start the stream's kernels before kernels that are queued in
+            streams without this setting.
     """
     with gpu.bound():
         return CudaStream(gpu, cupy.cuda.Stream(non_blocking=True, priority=-5 if is_urgent else 0))

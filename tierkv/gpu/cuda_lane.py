@@ -11,8 +11,9 @@ on one unit, the copy engine moves the next.
 If the planes are at equal distances, the copy engine can move a block as a rectangle, without ring
 and kernel. The first blocks of a copy are moved in this way.
 
-Kernels could read host memory without staging. They were as fast alone, but fell to 66 % with
-copies in both directions, and slowed a matmul on the same GPU by 14 to 106 % (H200).
+Kernels could also access host memory directly, without staging. Such kernels were as fast as the
+copy engine in one direction, but fell to 66 % of that speed with copies in both directions, and
+slowed a matmul on the same GPU by 14 to 106 % (H200).
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ class Pipeline:
     def submit(self, copy: BlockCopy) -> Iterator[tuple[Unit, CudaEvent | None]]:
         """Submit a copy unit by unit; yield each unit with the event of its end.
 
-        The first units of a load are yielded twice: with None when the copy engine's part is
-        submitted, and with the event when the kernel is submitted too.
+        The first two units of a load that pass through staging are yielded twice: with None when
+        the copy engine's part is submitted, and with the event when the kernel is submitted too.
         """
         units = self._planner.plan(len(copy))
         first = next(units)
@@ -189,8 +190,9 @@ class Pipeline:
         blocks.
 
         Returns:
-            The event of the copy's end. None, with nothing submitted, if the planes do not form
-                rectangles, or if earlier units have not ended, which this copy could overtake.
+            The event of the copy's end. None if nothing was submitted, because the planes do not
+                form rectangles, or because an earlier copy has not ended and this copy could
+                overtake it.
         """
         return self._move_straight(copy, len(copy)) if self._may_go_straight() else None
 
@@ -245,8 +247,9 @@ class Pipeline:
     ) -> tuple[int, int]:
         """Write the addresses and sizes of a unit's pieces into the arrays that the driver reads.
 
-        `slots` are the addresses of the host slots; `joins` makes one piece of neighbouring slots.
-        Return the number of pieces and the bytes of the largest one.
+        `slots` are the addresses of the host slots, `staging` is the address of the unit's first
+        row in staging memory. With `joins`, adjacent slots become one piece. Return the number of
+        pieces and the bytes of the largest one.
         """
         count, host, staged = len(slots), self._host_column.values, self._staging_column.values
         if unit.row_bytes != self._row_bytes:
@@ -346,8 +349,8 @@ class CudaLane:
         host: the host slots.
         settings: sizes of the lane.
         order: layer by layer, or block by block.
-        before_copy: called on the lane's thread before every copy, which only that thread then
-            submits; tests delay copies with it, or let them fail. None for no call.
+        before_copy: called on the lane's thread before every copy; tests delay copies with it, or
+            let them fail. If it is set, only the lane's thread submits copies. None for no call.
         on_close: called when the lane is closed.
     """
 
@@ -441,8 +444,9 @@ class CudaLane:
     def _begun(self, copy: BlockCopy) -> tuple[Units, list[tuple[Unit, CudaEvent]]]:
         """Submit the first unit of the copy, or two small units, on the caller's thread.
 
-        Return an iterator that submits the other units, and the submitted units with the events of
-        their ends. The kernel of a load's last submitted pieces is left to the iterator.
+        Return an iterator that submits the rest of the copy, and a list of the units that are
+        wholly submitted, each with the event of its end. In a load, this method may submit the copy
+        engine's part of one more unit; the iterator then submits that unit's kernel.
         """
         units = self._units(copy, 0.0)
         begun: list[tuple[Unit, CudaEvent]] = []

@@ -43,7 +43,10 @@ class DriverError(Exception):
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: order of accesses, two location hints of (type, id), and flags."""
+    """The driver's struct CUmemcpyAttributes: how a batch of copies accesses memory.
+
+    Each hint names the location of source or target memory by type and id.
+    """
 
     _fields_ = (
         ("source_order", ctypes.c_uint),

@@ -82,8 +82,8 @@ class PlaneKernels:
     Args:
         gpu: the GPU.
         planes: the planes.
-        num_ctas: largest number of thread blocks of a launch; four times as many for small
-            launches.
+        num_ctas: largest number of thread blocks of a launch; a launch that copies few bytes may
+            have four times this number.
     """
 
     def __init__(self, gpu: Gpu, planes: CudaPlanes, *, num_ctas: int) -> None:

@@ -1,10 +1,12 @@
 """The addresses of planes on a GPU, and which planes the copy engine can move in one command.
 
-    in a slot   | key 0 | value 0 | key 1 | value 1 | ...     a rectangle's rows: all keys, which
-    on the GPU  key 0 ...   value 0 ...   key 1 ...           have equal distances on both sides
+    in a slot   | key 0 | value 0 | key 1 | value 1 | ...
+    on the GPU  key 0 ...   value 0 ...   key 1 ...   value 1 ...
 
-The copy engine can move planes at equal distances as a rectangle, if they are in one allocation.
-Often an engine's tensors are one allocation each. This module does not use a GPU.
+The copy engine can move one block of several planes in one command, as a rectangle with one row for
+each plane. The rows, such as all keys, must be at equal distances in the slot and on the GPU, and
+the planes must be in one allocation. Often each tensor of an engine is an allocation of its own;
+then there are no rectangles of several planes. This module does not use a GPU.
 """
 
 from __future__ import annotations

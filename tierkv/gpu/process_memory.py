@@ -52,7 +52,7 @@ def read(pid: int, pieces: Sequence[RemotePiece]) -> None:
     """Copy pieces of another process's memory to this process; block until all are copied.
 
     Args:
-        pid: id of the other process, which may be stopped.
+        pid: id of the other process; a process that is suspended (SIGSTOP) can be read, too.
         pieces: the pieces to copy.
 
     Raises:

@@ -32,7 +32,8 @@ class Event(Protocol):
     """A point in the work of a stream.
 
     Events with the same `line` are done in the order of their `position`, so it is enough to poll
-    the first of them. `line` identifies a stream, or one event that has no order with others.
+    the first of them. `line` identifies a stream. An event without an order relative to other
+    events has a `line` of its own.
     """
 
     @property
@@ -172,7 +173,8 @@ class BlockCopy:
         block_ids: int32 [n], device blocks.
         after: events that must be done before a device block is read or written. For an offload:
             those of the kernels that wrote the blocks. For a load: those of the kernels that read
-            the blocks to be overwritten. The host slots of a load may be read before.
+            the blocks to be overwritten. The host slots of a load may be read before
+            these events are done.
 
     Raises:
         LayoutError: the numbers of slots and blocks differ, or a destination appears twice.

@@ -59,20 +59,20 @@ class UnitSizes:
         max_unit: largest size of a unit. During a load, decoder layers lose 0.5 % of their speed
             with 64 MiB and 1.7 % with 128 MiB, since the model's next kernel waits for the unit's
             kernel.
-        last: size down to which units halve at the end. With 8 MiB, a load reaches 97.7 % of the
-            limit instead of 98.5 %.
+        last: size down to which units halve at the end of a copy. With 8 MiB, a load
+            reaches 97.7 % of the speed of a contiguous copy instead of 98.5 %.
         last_share: in a small copy the last unit has 1 / `last_share` of the bytes, if that is less
             than `last`, but at least `min_unit`.
         share: number of units of a copy, if neither `min_unit` nor `max_unit` limits their size.
-        piece: smallest piece for the copy engine; layers are joined until they have so many bytes.
+        piece: smallest piece of a load; consecutive layers are joined until a piece has this size.
             Pieces of 256 KiB reach 98 % of the speed of a contiguous copy, 1 MiB 98.6 %.
         max_piece: largest piece of joined layers in the middle of a load. Larger pieces save the
             submitting thread 1 to 4 us each.
-        offload_piece: smallest piece of an offload. Pieces of 256 KiB reach 92 to 94 % of the speed
-            of a contiguous copy, 1 MiB 97 %, 2 MiB 98 %.
+        offload_piece: smallest piece of an offload, if larger than `piece`. Pieces of 256 KiB
+            reach 92 to 94 % of the speed of a contiguous copy, 1 MiB 97 %, 2 MiB 98 %.
         straight_row: smallest row of a rectangle of planes with which a copy begins without
-            staging. With rows of 128 KiB, an offload of 2 GiB reaches 99.2 % of the limit instead
-            of 98.8 %; with rows of 32 KiB there is no gain.
+            staging. With rows of 128 KiB, an offload of 2 GiB reaches 99.2 % of the speed of a
+            contiguous copy instead of 98.8 %; with rows of 32 KiB there is no gain.
     """
 
     first: int = 32 << 20
@@ -229,7 +229,10 @@ _ALIGNMENT = 256
 
 
 class Ring(Generic[E]):
-    """Reservations of staging memory of `capacity` bytes, which is used in turn from start to end.
+    """Reservations in a ring buffer: staging memory of `capacity` bytes.
+
+    Each reservation follows the previous one, and begins at the start again when the bytes up to
+    the end are too few. E is the type of the events.
 
     |<------------- capacity ------------->|
     | in use | in use |   next   |  in use (oldest) |
