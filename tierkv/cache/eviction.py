@@ -51,7 +51,7 @@ class WriteRule:
             raise ConfigError(f"after_hits must be at least 1, not {self.after_hits}")
 
     def writes_now(self, hits: int) -> bool:
-        """Return whether to copy a block with `hits` matches now, before it is evicted."""
+        """Return whether a block that was matched `hits` times is copied before its eviction."""
         if self.policy is WritePolicy.SELECTIVE:
             return hits >= self.after_hits
         return self.policy is WritePolicy.WRITE_THROUGH
@@ -81,11 +81,12 @@ class Victim(NamedTuple):
 
 
 class EvictionOrder:
-    """A queue of the nodes whose blocks can be evicted from one tier.
+    """A queue of the nodes with blocks that can be evicted from one tier.
 
     A node is a candidate if it has blocks on the tier, no lease, and no child with blocks on the
-    tier. `offer` adds an entry whenever a node may have become a candidate; entries that are no
-    longer true are skipped later. No call visits the whole tree.
+    tier. The owner of the tree calls `offer` whenever a node may have become a candidate. A node
+    that is no candidate any more stays in the queue for a while and is skipped. No call visits the
+    whole tree.
 
     Args:
         tier: device or host.
@@ -111,7 +112,7 @@ class EvictionOrder:
         self.memory = self.policy if self.policy.has_memory else None
 
     def is_candidate(self, node: TreeNode) -> bool:
-        """Return whether the node's last blocks can be evicted before those of any other node."""
+        """Return whether the node's last block can be evicted without evicting a child first."""
         if self.tier is HOST:
             copies, children = node.host, node.children_on_host
         else:
@@ -180,10 +181,11 @@ class EvictionOrder:
             self.memory.forget(node)
 
     def leaf_to_go(self, max_blocks: int, rule: WriteRule) -> Segment | None:
-        """Return the next blocks to evict, if they can be evicted at once; a fast path.
+        """Return the next blocks to evict if the choice is simple; faster than `victims`.
 
-        These are the last blocks of a leaf. The leaf must have no block on the other tier, `rule`
-        must copy no block at its eviction, and the policy must not record evictions.
+        The choice is simple if the next candidate has no children, all of its blocks are ready on
+        this tier, none is on the other tier, `rule` is not WRITE_BACK, and the policy does not
+        record evictions.
 
         Args:
             max_blocks: largest number of blocks to return, at least 1.

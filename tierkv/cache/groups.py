@@ -173,7 +173,7 @@ def as_groups(groups: Sequence[CacheGroup | Layout]) -> tuple[CacheGroup, ...]:
 
 
 def main_group(groups: Sequence[CacheGroup]) -> int:
-    """Return the number of the cache group whose blocks are in the index (the radix tree).
+    """Return the index, in `groups`, of the cache group with its blocks in the radix tree.
 
     This is the first group of full attention; the first group if none has full attention.
     """
@@ -195,7 +195,7 @@ def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
         The number of slots of each group.
 
     Raises:
-        ConfigError: the shares add up to too much.
+        ConfigError: the shares add up to more than 1, or to 1 although a group has no share.
     """
     said = sum(group.share or 0.0 for group in groups)
     others = [group for group in groups if group.share is None]
@@ -279,7 +279,7 @@ class FlatBlocks:
 
     @property
     def num_holds(self) -> int:
-        """Number of `hold` calls for single blocks that `release` has not ended."""
+        """Number of holds: the sum of `holders` of all blocks."""
         return sum(block.holders for block in (*self._blocks.values(), *self._retired))
 
     def get(self, digest: bytes) -> FlatBlock | None:

@@ -117,7 +117,7 @@ class Spaces:
         """Exclude all cached blocks from matches: give each space a new, empty root.
 
         Blocks with a lease stay below the old root, now called retired, until their leases end. A
-        request that runs meanwhile adds its new blocks there too.
+        request that held a lease before this call adds its new blocks there too.
         """
         for name, root in self._roots.items():
             if root.children or root.holders:
@@ -1082,7 +1082,7 @@ class Index:
     def _fill_in(
         self, tier: Tier, node: TreeNode, first: int, pos: int, slots: Ids
     ) -> tuple[int, tuple[int, ...]]:
-        """Add slots to those of blocks [first, pos) of the path that have none on `tier`.
+        """Give a slot to each block in [first, pos) of the path that has none on `tier`.
 
         On the device, stop at a block that is being loaded. Return the block index at which the
         call stopped, and the positions in `slots` of unused slots before it.

@@ -975,9 +975,9 @@ class TreeNode:
             self.host.truncate(num_blocks)
 
     def cut(self, tier: Tier, num_blocks: int) -> None:
-        """Remove all blocks from `num_blocks` on, of a node without blocks on the other tier.
+        """Shorten a node that has blocks on one tier only to its first `num_blocks` blocks.
 
-        The caller must remove their slots and states on `tier`.
+        The caller must remove the slots and states of the removed blocks on `tier`.
 
         Args:
             tier: the only tier with blocks of the node.
