@@ -624,7 +624,10 @@ def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
 
 
 def _may_go_on(node: TreeNode, prompt: Prompt, at: int) -> bool:
-    """Return whether a child of `node` may begin with the prompt's token at index `at`."""
+    """Return False if no child of `node` begins with the prompt's token at index `at`.
+
+    True can be a false alarm: a prompt with extra keys is not checked.
+    """
     if prompt.extras or not node.children:
         return bool(node.children)
     return prompt.tokens[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES] in node.children

@@ -34,7 +34,7 @@ class HostNames:
 
     @property
     def digests(self) -> set[bytes]:
-        """The keys of all host blocks for which the engine has passed a name."""
+        """The keys of all host blocks for which the engine has passed a name of its own."""
         return set(self._names)
 
     def put(self, event: CacheEvent) -> None:

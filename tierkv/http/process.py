@@ -102,7 +102,7 @@ class CallUnderWay:
             raise self._working.cut_off() from error
 
     def cut_off(self) -> None:
-        """Cancel the body; the context manager then raises the node's error for a shutdown."""
+        """Cancel the code in the `with` block; the block then raises the error for a shutdown."""
         if not self._is_cut_off:
             self._is_cut_off = True
             self._task.cancel()

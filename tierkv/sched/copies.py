@@ -222,7 +222,7 @@ class ByteBudget:
         self.start_waiting()
 
     def start_waiting(self) -> None:
-        """Start the waiting copies that fit now."""
+        """Start waiting copies in order, while the limit of bytes in flight permits it."""
         while self._line:
             grant = self._line[0]
             if grant.granted.cancelled():

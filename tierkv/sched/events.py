@@ -121,12 +121,12 @@ class EventPoint(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """A block that was published as being in storage: block `at` of `run`.
+    """A block that an event has reported as stored: block `at` of `run`.
 
     Attributes:
-        run: the blocks that were published together.
+        run: the blocks that the event reported together.
         at: position of the block within the run.
-        number: number of the last event before the block was published.
+        number: number of the last event before that one.
     """
 
     run: BlockRun
