@@ -209,9 +209,10 @@ class EvictionOrder:
         return node, stop - max_blocks if max_blocks < stop else 0, stop
 
     def victims(self, count: int) -> list[Victim]:
-        """Return the next `count` blocks to evict: first the last blocks of the first candidate.
+        """Return up to `count` blocks to evict next, and evict nothing.
 
-        The call evicts nothing. The result has fewer blocks if no more can be evicted.
+        Candidates follow in the order of eviction, and the blocks of each candidate from its end.
+        The result has fewer blocks if no more can be evicted.
         """
         victims: list[Victim] = []
         tier = self.tier
@@ -291,7 +292,7 @@ class EvictionOrder:
     def findings(self, nodes: list[TreeNode]) -> list[str]:
         """Return violated invariants, one sentence each.
 
-        `nodes` are the nodes that the queue is for.
+        `nodes` are all nodes whose blocks this queue must be able to evict.
         """
         wrong = []
         unheld = sum(n.copies[self.tier].num_present for n in nodes if n.holders == 0)

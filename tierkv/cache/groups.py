@@ -56,8 +56,8 @@ class CacheGroup:
             size is the number of tokens between two saved states.
         kind: the rule of needed blocks.
         window: number of last tokens that a sliding window needs; 0 for other kinds.
-        share: share of the host memory, between 0 and 1. None for a share by bytes per token, with
-            which all groups have room for equally many tokens.
+        share: fraction of the host memory, between 0 and 1. None to divide the rest among all
+            groups without a fraction, so that each of them has room for equally many tokens.
 
     Raises:
         ConfigError: `window` does not fit `kind`, or `share` is out of range.

@@ -992,7 +992,7 @@ class Index:
             node.born = tick
 
     def at(self, seconds: float) -> None:
-        """Advance the LRU clock to at least `seconds`."""
+        """Set the LRU clock to `seconds`, unless the clock is further already."""
         tick = int(seconds * TICKS_PER_S)
         if tick > self._tick:  # noqa: PLR1730 - max() takes 0.1 us
             self._tick = tick

@@ -82,7 +82,7 @@ def _space_findings(index: Index, nodes: list[TreeNode], tier: Tier) -> list[str
 
 
 def _lease_findings(index: Index, nodes: list[TreeNode]) -> list[str]:
-    """Return violations of the rule that a node's holders are its leases and its held children."""
+    """Return violations of the rule that `holders` counts a node's leases and its held children."""
     wrong = []
     num_leases = 0
     for node in [*index.spaces.roots(), *index.spaces.retired(), *nodes]:

@@ -113,8 +113,10 @@ def count(packed: bytes) -> int:
 def common_tokens(left: bytes, right: bytes) -> int:
     """Return the number of leading tokens that two sequences have in common.
 
+    Unless the first tokens differ, the time grows with the length of the shorter sequence.
+
     Args:
-        left: packed tokens, at most a few blocks: the call looks at all bytes.
+        left: packed tokens, at most a few blocks.
         right: packed tokens to compare.
     """
     length = min(len(left), len(right))

@@ -415,7 +415,10 @@ class TierCopies:
         return int(np.count_nonzero(self._states[start:stop]))
 
     def ready_runs(self, count: int) -> list[tuple[int, int]]:
-        """Return the last `count` ready blocks as ranges (start, stop), the last range first."""
+        """Return the last `count` ready blocks as ranges (start, stop), the last range first.
+
+        All ready blocks are returned if there are fewer.
+        """
         if self._states is None:
             if self.uniform is not _READY:
                 return []
@@ -614,7 +617,7 @@ class AgeCounts:
     Attributes:
         counts: number of ages for each bound of BOUNDS_S: those up to the bound and above the bound
             before it. The last number counts the ages above all bounds.
-        total_ticks: sum of all ages, in ticks of the LRU clock.
+        total_ticks: sum of all ages, in ticks of the LRU clock (TICKS_PER_S per second).
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
@@ -624,7 +627,8 @@ class AgeCounts:
         """Add one age, once or several times.
 
         Args:
-            ticks: the age, in ticks of the LRU clock; a negative one counts as 0.
+            ticks: the age, in ticks of the LRU clock (TICKS_PER_S per second); a negative age
+                counts as 0.
             count: number of times to add the age.
         """
         self.counts[bisect_left(_BOUNDS, ticks)] += count
@@ -832,7 +836,10 @@ class TreeNode:
         return (self.host or TierCopies(self.num_blocks)) if tier is HOST else self.device
 
     def on(self, tier: Tier) -> TierCopies:
-        """Return slots and states of the blocks on `tier`, for a caller that changes them."""
+        """Return slots and states of the blocks on `tier`, for a caller that changes them.
+
+        If the node has no host slots yet, the call with HOST sets `host`.
+        """
         if tier is not HOST:
             return self.device
         if self.host is None:

@@ -70,9 +70,10 @@ class UnitSizes:
             submitting thread 1 to 4 us each.
         offload_piece: smallest piece of an offload, if larger than `piece`. Pieces of 256 KiB
             reach 92 to 94 % of the speed of a contiguous copy, 1 MiB 97 %, 2 MiB 98 %.
-        straight_row: smallest row of a rectangle of planes with which a copy begins without
-            staging. With rows of 128 KiB, an offload of 2 GiB reaches 99.2 % of the speed of a
-            contiguous copy instead of 98.8 %; with rows of 32 KiB there is no gain.
+        straight_row: number of bytes from which a rectangle's rows count as wide. A copy may begin
+            without staging if at least 15/16 of a block's bytes are in wide rows. With rows of
+            128 KiB, an offload of 2 GiB reaches 99.2 % of the speed of a contiguous copy instead of
+            98.8 %; with rows of 32 KiB there is no gain.
     """
 
     first: int = 32 << 20
