@@ -40,7 +40,7 @@ class GroupKind(Enum):
 
 
 class TokensAt(Protocol):
-    """For each block position, the number of the block's first tokens that are cached."""
+    """The numbers of cached first tokens of each block, by the block's position."""
 
     def __len__(self) -> int: ...
 

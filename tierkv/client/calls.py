@@ -135,7 +135,7 @@ class Calls:
         query: str = "",
         timeout_s: float | None = None,
     ) -> A:
-        """Call a route, retry by the rule, and return the decoded answer.
+        """Call a route and return the decoded answer; failed calls are retried (see `Retries`).
 
         Args:
             method: The HTTP method.

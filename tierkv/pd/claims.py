@@ -731,7 +731,7 @@ def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | Non
     """Return the time budget of one claim, for its ticket and its blocks together.
 
     Args:
-        deadline_s: seconds that the claim may wait for storage; at least 0.1 are used.
+        deadline_s: seconds that the claim may wait for storage; less than 0.1 counts as 0.1.
         step_s: after each arrival of blocks, `deadline_s` is extended, if necessary, so that this
             many seconds are left.
         estimator: estimates the times of fetching and computing, for a claim that may compute; None

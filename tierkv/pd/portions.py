@@ -156,7 +156,11 @@ class Portions:
         group: Group,
         outcome: asyncio.Future[GetOutcome | None],
     ) -> GetOutcome | None:
-        """Fetch and load one portion; return the first outcome that is not a hit, or None."""
+        """Fetch a portion into the staging slots of `group`, and load it into the request's blocks.
+
+        Return the first outcome that is not a hit; None if all blocks arrived. If `outcome` is set
+        or the budget used up by the end of the fetch, nothing is loaded.
+        """
         at = request.lease.num_blocks
         budget.arrived()
         found = await self._source.fetch(portion, group.slots[: len(portion)])

@@ -20,8 +20,8 @@ class Step:
 
     Attributes:
         victim: the blocks to evict, all of one index node.
-        must_copy: True if the write rule demands the copy, or if later blocks of the same prompt
-            stay cached and could not be matched without these blocks.
+        must_copy: True if the tier's write policy requires the copy, or if later blocks of the same
+            prompt stay cached and could not be matched without these blocks.
     """
 
     victim: Victim

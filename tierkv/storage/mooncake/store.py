@@ -75,8 +75,8 @@ class MooncakeValues:
     """The blocking part of the store, which reads and writes batches with Mooncake's client.
 
     Thread-safe. The client is connected from the constructor to `close`. When a call returns, none
-    of its bytes is still moving. A provider that stops answering blocks one call for `halt_s`
-    seconds; later batches of the same caller then fail at once.
+    of its bytes is still moving. If a machine with values stops answering, the batch in work
+    blocks for `halt_s` seconds; further batches of the same caller then fail at once.
     """
 
     def __init__(
