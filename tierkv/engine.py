@@ -355,19 +355,21 @@ class NodeEngine(Protocol):
         """Claim a published prompt, and generate the same tokens as `generate` would.
 
         Args:
-            job: the request. A ticket is refused if its first tokens were sampled with other
-                parameters.
+            job: the request. Its sampling parameters must be those by which the ticket's first
+                tokens were sampled; otherwise the ticket is refused.
             ticket_id: the id under which a prefill node publishes the prompt.
-            policy: which part of the prompt the engine may compute if it cannot be fetched.
+            policy: what the engine computes if the ticket or blocks cannot be read: nothing, the
+                missing part or the whole prompt.
             deadline_s: seconds to wait for the ticket; None for the setting `claim_deadline_s`.
 
         Returns:
-            The outcome, and the claimed ticket. The ticket is None if none came and the policy let
-                the engine compute the prompt.
+            The generated answer, and the claimed ticket. The ticket is None if the engine computed
+                the prompt without one.
 
         Raises:
             HandoffError: the claim failed; its reason is the value of a HandoffProblem.
-            TierKVError: the request was not admitted (see `Session.admit`).
+            TierKVError: the request was not admitted, for example because the device has too few
+                blocks.
         """
         ...
 

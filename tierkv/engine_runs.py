@@ -1,9 +1,9 @@
-"""Base class of engines, and the state of one request in them.
+"""Base class of engines that run a model, and the state of one request in such an engine.
 
-SessionEngine: admit or claim, compute, commit, publish, preempt, recover, end
-   | forward(run, chunk)
-   v
-model: writes KV through the block table, and returns the next token
+SessionEngine   admits or claims a request, commits, publishes and preempts
+     |  calls the model with a chunk of tokens
+     v
+model           writes their KV through the block table, and returns the next token
 """
 
 from __future__ import annotations

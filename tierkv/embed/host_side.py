@@ -364,17 +364,17 @@ class _Planned(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _PromiseFetch:
-    """The state of a fetch of blocks for one promise.
+    """The fetch that fills one promise with blocks from storage.
 
     Attributes:
         budget: the time that the lookup may wait for storage.
         promise: the promise to fill; None once it is filled, or once the request no longer waits
             for it.
-        is_timed: True if `transfer` measures the fetches of all cache groups together; False if
-            only indexed blocks are fetched, which the service's fetcher measures.
+        is_timed: True if one time limit and one measurement (`transfer`) apply to all cache groups
+            together.
         host_tokens: number of the prompt's leading tokens that the host had before the fetch.
         is_try: True if the blocks are fetched only to measure the speed of storage.
-        is_late: True if the request no longer waits while its blocks are still fetched.
+        is_late: True if the fetch continues although the request no longer waits for it.
         has_answered: True if storage has answered which blocks it has.
         transfer: the measured transfer of the blocks that storage has; None before the answer.
     """
@@ -1268,7 +1268,7 @@ class HostSide:
         return self._service.stats()
 
     async def verify(self) -> list[str]:
-        """Check the service's invariants, and recount the blocks that promises protect.
+        """Check that the records of the host tier agree: index, promises and names of blocks.
 
         Returns:
             A sentence for each error; [] without errors.

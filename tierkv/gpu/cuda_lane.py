@@ -73,9 +73,10 @@ class LaneSettings:
 
 
 class Pipeline:
-    """The streams, staging memory and kernels of a lane between `planes` and `host`.
+    """The streams, staging memory and kernels that copy blocks in one direction.
 
-    Only one thread at a time may use a pipeline, and must have bound the GPU (see `Gpu.bound`).
+    Blocks move between the device's `planes` and the `host` slots. Only one thread at a time may
+    use a pipeline, and the GPU must be that thread's current one.
     """
 
     def __init__(  # noqa: PLR0917 - what a pipeline is made of

@@ -7,8 +7,8 @@ computes tokens of several requests, side by side in one row:
     position   0 1 2 3 4 9 7
                  |  projections and MLPs run over all tokens at once
                  v
-    PlaneLayer.update      writes each token's K and V to its place in the planes
-    paged_attention        attends for each request over its own blocks
+    PlaneLayer.update      writes each token's K and V into the block of its request
+    paged_attention        lets the tokens of each request attend to that request's blocks
 
 Transformers calls `PlaneLayer.update` as the cache of a layer, and `paged_attention` as the model's
 attention function.
@@ -231,16 +231,18 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
         *_: object,
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of the step's tokens to their places in the planes.
+        """Write the keys and values of this step's tokens into the layer's planes.
 
         Args:
             key_states: [1, kv_heads, tokens, dim], the keys of the step's tokens.
             value_states: [1, kv_heads, tokens, dim], the values of the step's tokens.
 
         Returns:
-            `key_states` and `value_states`, if attention reads the planes itself. For a model that
-                changes keys and values before it attends (MLA's latents), the keys and values of
-                all earlier tokens too, run after run, [1, kv_heads, keys of all runs, dim] each.
+            The keys and values for attention. `key_states` and `value_states` themselves, if
+                attention reads earlier tokens from the planes. Otherwise (for models with MLA,
+                which transform keys and values before they attend) the keys and values of all
+                tokens so far, one request after another, [1, kv_heads, sum of the requests'
+                lengths, dim] each.
         """
         pages = self._pages
         step = pages.step

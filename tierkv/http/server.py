@@ -417,7 +417,6 @@ class _Http(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send the response as aiohttp does, and record that the request was answered."""
         try:
             return await super().finish_response(request, resp, start_time)
         finally:

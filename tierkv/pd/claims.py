@@ -105,17 +105,17 @@ class Watch:
         self._lost_after_s = self._lease.interval_s + _GRACE_S
 
     async def ticket(self, budget: Budget, deadline_s: float) -> Ticket:
-        """Wait until the ticket has been written, and return it.
+        """Wait until the ticket is in the store, and return it.
 
-        The wait for a silent or slow store uses up the budget; the wait for the prefill node does
-        not. If the store fails, the call may raise before the deadline: at once, if the store's
-        breaker is open and the store has not answered this claim yet. A request that may compute
-        the prompt instead also stops after SILENT_S seconds of errors, or when its budget is used
-        up.
+        Only the waits for answers of the store count against the budget; waiting for the prefill
+        node is free. The call raises before the deadline if no ticket can come any more, or if the
+        store's breaker is open and the store has not answered this claim yet. For a request that
+        may compute its prompt, the call also raises early if the store is silent for too long or
+        the budget is used up.
 
         Args:
             budget: the time that the claim may still wait for storage.
-            deadline_s: seconds after which the call raises in any case.
+            deadline_s: largest duration of the call, in seconds.
 
         Returns:
             The ticket, which is for this prompt and this model.

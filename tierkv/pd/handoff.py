@@ -121,10 +121,13 @@ class Staging:
 
     @asynccontextmanager
     async def group(self, num_blocks: int) -> AsyncIterator[Group]:
-        """Reserve slots for `num_blocks` blocks, at most GROUP_BLOCKS, while the body runs.
+        """Wait for `num_blocks` free staging slots, and reserve them inside the `async with`.
 
-        If a copy still uses the slots at the end of the body, they are released when the copy has
-        ended.
+        If a copy still uses the slots on leaving the `async with`, they are released when the copy
+        has ended.
+
+        Args:
+            num_blocks: number of slots, at most GROUP_BLOCKS.
         """
         slots = await self._acquire(num_blocks)
         group = Group(np.array(slots, np.int32))
@@ -319,10 +322,15 @@ class RequestBlocks:
 
     @asynccontextmanager
     async def on_host(self, blocks: range, after: Sequence[Event]) -> AsyncIterator[Ids]:
-        """Yield a host slot for each of `blocks`: its slot of the host tier, or a staging slot.
+        """Yield host slots that hold the given blocks, one slot per block, int32 [n].
 
-        Blocks that the host tier lacks are first copied to staging slots. The bytes stay in the
-        yielded slots while the body runs, even if the request ends.
+        Blocks on the host are yielded in their own slots. The other blocks are first copied from
+        the device to staging slots. The bytes in the slots do not change inside the `async with`,
+        even if the request ends.
+
+        Args:
+            blocks: positions of the blocks in the prompt.
+            after: events to wait for before blocks are copied from the device.
         """
         request, after = self._request, (*after, *self._request.written)
         async with self._staging.group(len(blocks)) as group:
@@ -358,10 +366,10 @@ class RequestBlocks:
 
 
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of `work`; while the store fails, repeat it for up to _PATIENCE_S seconds.
+    """Return the result of `work`, which uses the store; repeat it for 2 seconds while it fails.
 
-    StoreRefusedError and StoreDownError are raised at once. An attempt that takes more than half of
-    this time before it fails restarts the time, because such a store is slow but works.
+    StoreRefusedError and StoreDownError are raised at once. The 2 seconds begin again after each
+    attempt that took more than 1 second, because the store is then slow but works.
     """
     time, until = asyncio.get_running_loop().time, math.inf
     while True:

@@ -403,7 +403,10 @@ class ProducerLease:
         return self._storage.names.producer(self.incarnation)
 
     async def _keep(self) -> None:
-        """Write the value every `interval_s` seconds until cancelled, sooner after a failure."""
+        """Write the liveness lease to the store every `interval_s` seconds, until cancelled.
+
+        Nothing is written while no ticket is open. A failed write is retried after at most 0.2 s.
+        """
         while True:
             await self._wanted.wait()
             until = _until(self._storage.store.now() + self.lease_s, self.incarnation)

@@ -341,7 +341,10 @@ class CacheEvents:
     # Blocks in storage are published once, until they are lost; `stored` lists them.
 
     def now(self) -> EventPoint:
-        """Return the present point in the order of events."""
+        """Return the present position in the sequence of cache events.
+
+        A caller keeps the position to find out later which events were published after it.
+        """
         return EventPoint(self._number, self._num_clears)
 
     def publish_stored(self, runs: Iterable[BlockRun], since: EventPoint) -> None:

@@ -133,7 +133,9 @@ class Memory:
         return end
 
     async def new_planes(self, device_blocks: int) -> Planes:
-        """Allocate planes for `device_blocks` blocks in a thread, for the caller to pass to `use`.
+        """Allocate planes for `device_blocks` blocks, in a thread.
+
+        The planes are not used until they are passed to `Memory.use`.
 
         Raises:
             ConfigError: the device has too little memory.

@@ -424,7 +424,7 @@ class GuardedStore(StoreWrapper):
             return f"{self.url} did not answer within {deadline_s * 1000:.0f} ms"
 
         def note_stuck() -> None:
-            """Count a failure of a body that goes on after the cancel, because it uses buffers."""
+            """Count a failure of an operation that still runs some time after it was cancelled."""
             # Writes that hang do not open the breaker of a store that answers reads, because each
             # answered read sets the number of failures back to 0.
             nonlocal is_stuck

@@ -51,10 +51,10 @@ _LATE_S = 0.2
 
 
 async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
-    """Call `attach` until it succeeds, for up to _START_S seconds, when a node starts.
+    """Call `attach`, which connects to a store, until it succeeds, for up to 5 seconds.
 
-    The call is repeated only if the store was slow: an error within _LATE_S seconds counts as a
-    refusal, and is raised.
+    The call is repeated only if the store was slow, which is normal when many nodes start at once.
+    An error that comes within 0.2 seconds is a refusal, and is raised.
 
     Raises:
         StoreUnavailableError: the store refuses, or has not answered in time.

@@ -755,14 +755,14 @@ class StorageIO:
             worth: value of each block to later requests. If too many writes are waiting, the blocks
                 of least value are dropped. None is the highest value, for blocks that a request
                 waits for.
-            notes_tails: True to add the tails among the blocks to their lists; False if the caller
-                does so with `tails.note`.
-            generation: the generation (see `Deletions`) in which the blocks were computed or
-                queued; None for the present one.
+            notes_tails: True to also record the tails among the blocks in the store's lists of
+                tails, by which later prompts find them; False if the caller records them.
+            generation: value of `deletions.generation` when the blocks were computed or queued,
+                which increases when stored blocks are deleted; None for the present value. Blocks
+                from before a deletion are not written.
 
         Returns:
-            One outcome per key. All are FAILED if blocks of this generation may not be written
-                because of a deletion.
+            One outcome per key. All are FAILED if a deletion forbids the write.
         """
         deletions = self.deletions
         if why := deletions.refusal(deletions.generation if generation is None else generation):

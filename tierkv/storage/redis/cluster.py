@@ -454,7 +454,7 @@ class Topology:
         self.mark_stale()
 
     def mark_stale(self) -> None:
-        """Have the table of slots read again soon, because it may be wrong."""
+        """Request a refresh of the Redis hash slot table, which a background task carries out."""
         self._stale.set()
 
     async def refresh(self) -> None:
