@@ -417,6 +417,6 @@ class EngineSpec(Protocol):
         `computing()` of the service's device.
 
         Args:
-            service: the cache service; its device has the layout of this description.
+            service: the cache service. Its device was made with the `layout` of this `EngineSpec`.
         """
         ...

@@ -163,7 +163,10 @@ class ModelRun:
 
     @property
     def fed(self) -> bytes:
-        """All tokens with KV in the blocks, as little-endian int32 bytes."""
+        """The leading tokens of prompt and answer with KV in the run's blocks.
+
+        The tokens are little-endian int32 bytes.
+        """
         return (self.job.tokens + pack(self.tokens))[: self.num_fed * TOKEN_BYTES]
 
     def next_chunk(self, size: int) -> Tokens1D:

@@ -30,7 +30,13 @@ class KvHintAction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvHints(msgspec.Struct, frozen=True, kw_only=True):
-    """The envelope: all hints of a router about one request."""
+    """All hints of a request router about one request.
+
+    Attributes:
+        protocol_version: version of the hints' format.
+        message_id: the router's id of these hints; "" without one.
+        actions: the actions that the router asks for.
+    """
 
     protocol_version: _Word
     message_id: _Word = ""

@@ -104,13 +104,13 @@ class Timeline:
         request_id: id of the request.
         space: name of the space of its prompt (the part of the index for one fingerprint).
         prompt_tokens: number of tokens of its prompt.
-        prompt: the prompt, which is needed to explain its hits again; None after it was dropped to
-            save memory.
+        prompt: the prompt, kept so that its cache hits can be explained later; None once it was
+            dropped to save memory.
         moments: time of each moment, in seconds of `time.monotonic()`.
         version: value of `Timelines.version` at the last change of this record.
         matched: numbers of cached prompt tokens at the admission, by tier.
         missed: the reason why a part of the prompt was not cached, one of `admission.MISS_REASONS`;
-            "" if all of it was.
+            "" if the whole prompt was cached.
         missed_since: the event that removed the first missing block; None if unknown.
         new_tokens: number of answer tokens with KV that was committed to the cache.
         problem: the reason why the request was not admitted; "" if it was.

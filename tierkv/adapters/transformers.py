@@ -350,10 +350,10 @@ class _Begun:
         return len(self.tokens) - self.hit.computed
 
     def is_of(self, tokens: npt.NDArray[np.int64], max_tokens: int) -> bool:
-        """Return True if this load fits a call with `tokens`.
+        """Return True if a call of the model with `tokens` can use this load.
 
-        The tokens must begin with the prompt, and at most `max_tokens` of them may come from the
-        cache.
+        The tokens must begin with the loaded prompt, of which at most `max_tokens` tokens may come
+        from the cache.
         """
         begins = np.array_equal(tokens[: len(self.tokens)], self.tokens)
         return begins and self.num_there <= max_tokens
@@ -1505,7 +1505,7 @@ def _install(model: PreTrainedModel) -> None:
 
 
 def _generate(self: PreTrainedModel, *args: object, **arguments: object) -> object:
-    """Run the model's own `generate`, as one sequence of the call's `TierKVCache`, if any."""
+    """Run the model's `generate`; with a `TierKVCache`, reuse and cache the KV of its prompt."""
     cache = _cache_in(arguments)
     generate = type(self).generate
     if cache is None:

@@ -207,9 +207,9 @@ class TierKVTier(SecondaryTierManager):
 
 
 def _identity(spec: OffloadingSpec) -> dict[str, str]:
-    """Return the settings that decide on a chunk's bytes.
+    """Return the settings that determine the bytes of a stored chunk (some blocks of vLLM).
 
-    Instances with equal settings share chunks.
+    Instances of vLLM with equal settings share the chunks in the store.
     """
     config, parallel = spec.config, spec.config.parallel
     ranks = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)

@@ -565,19 +565,20 @@ class _Tracked:
         num_local: number of leading tokens that vLLM had in device blocks at the last lookup.
         found: by cache group, numbers of the prompt's blocks that the lookup found, after the first
             `num_local` tokens.
-        saved: by cache group, number of leading blocks that are on the host or are being copied
-            there; in a cache group of states, the blocks up to the last saved state.
+        saved: by cache group, number of leading blocks that are on the host or are being copied to
+            the host; in a cache group of states, the blocks up to the last saved state.
         boundary: number of tokens before the last state chosen to be saved; 0 without one.
         is_handed_over: True once the prompt's last state is saved, which completes a hand-off.
         has_saves: True while saves run.
         is_loading: True while a load runs.
         num_lost: number of times that found blocks had left the host before their load.
-        passed: number of the request's tokens when a lookup found too few tokens to load. While
-            this number is the same, there is no further lookup. None before.
+        passed: number of the request's tokens at the last lookup that found too few tokens to load;
+            None before. There is no further lookup for the same number of tokens, unless vLLM has
+            fewer of them in device blocks than before.
         is_of_old: True if the cache was reset after the request began. Nothing of the request is
             saved then.
-        due: the step in which a generating request may have enough unsaved tokens for a save; None
-            if the request does not generate.
+        due: number of the step in which a generating request is next checked for enough unsaved
+            tokens; None if the request does not generate.
     """
 
     request: Request
@@ -994,7 +995,10 @@ class _SchedulerSide:
             self._plans.loads.append((name, plan))
 
     def _wait_for(self, block_ids: Iterable[Sequence[int]]) -> None:
-        """Let workers wait before they write blocks, if a running save reads one of `block_ids`."""
+        """Make the workers wait for running saves if these still read a block in `block_ids`.
+
+        vLLM is about to write to these blocks.
+        """
         if self._has_windows or self._states:
             for ids in block_ids:
                 self._plans.must_wait = self._plans.must_wait or bool(self.cache.fence(ids))
@@ -1105,7 +1109,7 @@ class _SchedulerSide:
         return bool(self._decoding) and self._decoding[0][0] <= self._step
 
     def _expect(self, tracked: _Tracked, stop: int | None) -> None:
-        """Record in which step a generating request may have enough unsaved tokens for a save.
+        """Schedule the step in which to check again if a generating request has tokens to save.
 
         `stop` is the number of the request's tokens that are computed at the end of this step; None
         if the step does not run the request.
@@ -1880,7 +1884,10 @@ def _window(spec: KVCacheSpec) -> int:
 
 
 def _heads(spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor) -> int:
-    """Return the number of KV heads, if each is contiguous in a layer's block; otherwise 0."""
+    """Return the number of KV heads if vLLM stores each head of a block contiguously, otherwise 0.
+
+    `tensor` is vLLM's memory of one layer, with `num_blocks` blocks.
+    """
     if get_kv_cache_spec_kind(spec).value != "full_attention":
         return 0
     heads: int = spec.num_kv_heads

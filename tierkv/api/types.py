@@ -284,12 +284,12 @@ def job_of(
     *,
     uses_cache: bool = True,
 ) -> GenerateRequest:
-    """Return the request to the engine that the body of a call describes.
+    """Translate the body of an API call to a request for the engine.
 
     Args:
         body: The body of the call.
         spec: The description of the node's engine.
-        name: The scheduler's name for the request.
+        name: The id of the new request in the scheduler.
         prompt: The prompt of the body.
         max_tokens: Largest number of tokens to generate.
         uses_cache: False to compute the whole prompt without cached blocks, and to cache no blocks.

@@ -51,7 +51,10 @@ class WriteRule:
             raise ConfigError(f"after_hits must be at least 1, not {self.after_hits}")
 
     def writes_now(self, hits: int) -> bool:
-        """Return whether a block that was matched `hits` times is copied before its eviction."""
+        """Return True if a block with `hits` matches is copied to the tier below early.
+
+        Early means before the block is evicted.
+        """
         if self.policy is WritePolicy.SELECTIVE:
             return hits >= self.after_hits
         return self.policy is WritePolicy.WRITE_THROUGH
@@ -365,7 +368,10 @@ class EvictionPolicy:
         """Delete what is recorded about a node that has left the tree."""
 
     def resized(self, capacity: int) -> list[TreeNode]:  # noqa: ARG002
-        """Adapt to a tier of `capacity` blocks; return the nodes whose rank has changed by that."""
+        """Adapt the policy to a tier of `capacity` blocks.
+
+        Return the nodes whose position in the order of eviction has changed.
+        """
         return []
 
 

@@ -26,12 +26,13 @@ NO_BLOCK: Final = -1  # in a list of an engine's blocks, for a position without 
 
 
 class GroupKind(Enum):
-    """The rule that says which blocks a cache group needs for a prefix of a prompt.
+    """The kind of a cache group, which decides which blocks are needed to continue a prompt.
+
+    FULL needs all blocks of the prompt so far, WINDOW those of the last tokens, and STATE the
+    recurrent state after the last token.
 
     The value of a member is part of the keys of an engine's blocks, unless the engine's only group
-    is FULL (see `embed.host_side.whole_fingerprint`). A new member needs code in `CacheGroup`,
-    `main_group`, `embed/group_tier.py`, `embed/host_side.py`, `embed/engine_cache.py`,
-    `adapters/vllm_connector.py`, and in `_KIND` of `service/kv_events.py`.
+    is FULL. A new member needs code wherever `GroupKind` is used.
     """
 
     FULL = "full attention"
@@ -113,13 +114,16 @@ class CacheGroup:
         return self.kind is not GroupKind.STATE and self.layout.has_prefixes
 
     def longest(self, limit: int, valid: TokensAt) -> int:
-        """Return the number of tokens of the longest prefix whose needed blocks are cached.
+        """Return the length in tokens of the longest prefix that this cache group can reuse.
+
+        A prefix can be reused if the blocks that the group needs for it are cached: all of them,
+        those in the sliding window, or the last recurrent state.
 
         Args:
-            limit: largest number of tokens.
+            limit: largest length, in tokens.
             valid: for each block position, the number of the block's first tokens that are cached;
-                for a recurrent state, the number of tokens from the start of its block to the
-                state.
+                0 for none. For recurrent states, the number of tokens between the block's start and
+                its saved state.
         """
         size = self.layout.block_size
         length = min(limit, len(valid) * size)

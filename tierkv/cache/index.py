@@ -179,7 +179,7 @@ class Spaces:
         )
 
     def root_of(self, prompt: Prompt) -> TreeNode:
-        """Return the root of the prompt's space.
+        """Return the root node of the tree for the prompt's space (model, adapter, tenant).
 
         Raises:
             BadRequestError: the space is not open.
@@ -331,16 +331,19 @@ class Tree:
     # Growing
 
     def new_node(self, parent: TreeNode, prompt: Prompt, device: TierCopies) -> TreeNode:
-        """Add a child with the next blocks of a prompt; the caller must count its device blocks.
+        """Add a node with the next blocks of a prompt below `parent`.
+
+        The counts of used blocks in `parent.space` do not change; the caller must add the new
+        blocks.
 
         Args:
             parent: the node after which the blocks come.
-            prompt: the prompt. If its full blocks end with `parent`, the child is the tail (partial
-                last block).
-            device: slots and states on the device, one for each block of the child.
+            prompt: the prompt. If its full blocks end with `parent`, the new node is the tail
+                (partial last block).
+            device: slots and states on the device, one for each block of the new node.
 
         Returns:
-            The child.
+            The new node.
         """
         tokens, width, first = prompt.tokens, self.block_token_bytes, parent.end
         uid = self._next_uid
@@ -712,7 +715,10 @@ def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
 
 
 def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
-    """Return how many blocks in [pos, stop) are the same in `node` and in the prompt."""
+    """Return how many consecutive blocks from `pos` on the node and the prompt have in common.
+
+    At most `stop - pos` blocks are compared.
+    """
     width = prompt.block_size * TOKEN_BYTES
     at, most = node.packed_at + (pos - node.start) * width, min(stop, node.end) - pos
     blocks = common_blocks(prompt.tokens, pos * width, node.packed, at, most, width)
@@ -781,9 +787,9 @@ class Index:
         policies: eviction policies of device and host; None for LRU.
 
     Attributes:
-        spaces: the roots and eviction queues.
+        spaces: the parts of the index, one for each fingerprint, and the order of eviction.
         num_held_leases: number of leases that have not ended.
-        reuse_gaps: histogram of the time between two uses of the last block of a match.
+        reuse_gaps: histogram of the time between two requests' uses of the same cached prefix.
     """
 
     def __init__(
@@ -1000,8 +1006,8 @@ class Index:
     def count_hit(self, lease: Lease) -> None:
         """Add one hit to each node on the path of a request's lease.
 
-        The time since the last use of the path's last node is added to `reuse_gaps`; 0 if another
-        lease protects that node too.
+        The time since the last use of the path's last node is added to the histogram `reuse_gaps`.
+        The time counts as 0 if other leases still protect that node.
         """
         node = lease.node
         for part in node.path():

@@ -747,7 +747,7 @@ class Names:
         return f"{name}:partial:{key.num_tokens}" if key.is_tail else name
 
     def all(self, keys: Sequence[StoredKey]) -> list[str]:
-        """Return the name of each key."""
+        """Return the names in storage of blocks and tails, in the order of `keys`."""
         space = keys[0].space if keys else ""
         head, end = f"{self.prefix}:{space or self.fingerprint}:", f":{self.shard}"
         return [

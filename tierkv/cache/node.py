@@ -356,9 +356,10 @@ class TierCopies:
         return np.frombuffer(packed, _INT32, self.num_blocks)
 
     def fits(self, num_blocks: int) -> bool:
-        """Return whether there are exactly `num_blocks` slots and states, in the most compact form.
+        """Return True if slots and states are consistent and describe exactly `num_blocks` blocks.
 
-        The checks of `verify` use it.
+        The method also returns False if the object uses more memory than needed. Checks of the
+        index's invariants call it.
         """
         slots, states = self._slots, self._states
         least = num_blocks * _SLOT_BYTES

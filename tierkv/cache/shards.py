@@ -25,7 +25,12 @@ from tierkv.errors import LayoutError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """Rank `rank` of `size` ranks, which stands for the slice of each block that this rank has."""
+    """One tensor-parallel rank's share of the KV heads, stored as one slice of every block.
+
+    Attributes:
+        rank: number of the rank, from 0.
+        size: number of ranks.
+    """
 
     rank: int
     size: int
@@ -272,7 +277,10 @@ class _Payload:
 
 
 def _runs(payload: Bytes1D, start: int, pitch: int, piece: Piece) -> Bytes1D:
-    """Return the rows of `piece` in a slice's bytes, as uint8 [count, width] without a copy."""
+    """Return the bytes of `piece` in `payload`, uint8 [piece.count, piece.width], without a copy.
+
+    Row i begins at byte start + i * pitch.
+    """
     if piece.count == 1:
         return payload[start : start + piece.width].reshape(1, piece.width)
     begin = payload[start : start + (piece.count - 1) * pitch + piece.width]

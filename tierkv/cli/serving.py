@@ -82,10 +82,10 @@ _SETTINGS = {  # table and key, for options with another name than their setting
 def _settings_in(
     options: Mapping[str, object], *, table: str, insecure: bool
 ) -> Iterator[tuple[str, str, object]]:
-    """Yield each given option as (table, key, value), the form that `config.load` reads.
+    """Yield the given options of a command as settings: (table, key, value).
 
-    An option that is not in `_SETTINGS` belongs to `table`, which also has the setting that
-    `insecure` turns on, `allow_insecure_bind`.
+    An option becomes the setting of the same name in `table`; `_SETTINGS` lists the exceptions.
+    `insecure` sets `allow_insecure_bind` in `table`.
     """
     if insecure:
         yield table, "allow_insecure_bind", True

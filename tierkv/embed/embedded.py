@@ -246,8 +246,8 @@ class Embedded:
     def commit(self, request_id: str, tokens: Tokens, *, after: Sequence[Event] = ()) -> Call[None]:
         """Record that the KV of `tokens` is in the request's blocks, or will be after the events.
 
-        The call is refused with TransferError if cached tokens were admitted but their load failed,
-        which can happen with Until.ADMITTED: then call `recover`.
+        The returned call fails with TransferError if the request was admitted before its cached
+        tokens were loaded (`Until.ADMITTED`), and the load failed. Call `recover` in this case.
 
         Args:
             request_id: id of the request.

@@ -367,21 +367,20 @@ class EngineCache:
         """Build the cache; `open` starts it.
 
         Args:
-            fingerprint: identity of the engine's blocks, with the layout of the main cache group:
-                the first one of full attention, or the first one if there is none. Engines with
-                equal fingerprints share stored blocks.
+            fingerprint: identity of the engine's blocks, with the layout of the main cache group.
+                The main cache group is the first one of full attention; without full attention, the
+                first one. Engines with equal fingerprints share stored blocks.
             groups: cache groups of the engine's layers, in the engine's order. A layout stands for
                 a cache group of full attention. Prompts must have the main cache group's block
                 size.
             host_bytes: bytes of the host tier.
-            cache: rules of the tiers. Its sizes are ignored: `host_bytes` decides on the host tier,
-                and there is no device tier.
-            node: connection to another process with the host tier and the store; None to have both
-                in this process. With a node, `host_bytes`, `cache`, `store`, `handoff`, `kv_events`
-                and `name` are ignored.
+            cache: settings of eviction, copies and fetches. Its sizes are ignored: `host_bytes`
+                decides on the host tier, and there is no device tier.
+            node: connection to another process that has the host tier and the store; None to have
+                both in this process. With a node, `host_bytes`, `cache`, `store`, `handoff`,
+                `kv_events` and `name` are ignored.
             store: returns the store, or None for no storage tier; called on the service's thread.
-            planes: device blocks of a rank in this process; `poll` collects the rank's reports.
-                None if all ranks are in other processes.
+            planes: planes of the rank in this process. None if all ranks are in other processes.
             ranks: socket over which ranks in other processes get the host memory; None without such
                 ranks.
             settings: limits of the host tier.
@@ -507,10 +506,10 @@ class EngineCache:
             raise
 
     def close(self) -> None:
-        """Wait for running copies, release all blocks and memory, and end the thread.
+        """Wait for running copies, release all blocks and memory, and end the service's thread.
 
-        Blocks that the ranks have copied are stored first, if the store accepts them within 5 s.
-        Further calls do nothing.
+        Blocks that the ranks have copied to the host are stored first, if the store accepts them
+        within 5 s. A second call of `close` does nothing.
         """
         if not self._host.is_open:
             return
@@ -609,7 +608,7 @@ class EngineCache:
         promise_ttl_s: float,
         names: Sequence[Sequence[ExternalId | None]],
     ) -> HostPromise | None:
-        """Start the request's lookup if none runs; return the found host blocks when it has ended.
+        """Start the lookup of request `known` if none runs; return its result once it has ended.
 
         The result is None while the lookup runs, and if the lookup failed. After a failure,
         `known.nothing` has the reason.
@@ -1076,7 +1075,10 @@ class EngineCache:
         self._host.calls.holds = True
 
     def flush(self) -> None:
-        """Send the collected calls to the service's thread; call this once in each step."""
+        """Send the calls that were made since the last `flush` to the service's thread.
+
+        The engine's scheduler calls this once in each of its steps.
+        """
         self._host.calls.flush()
 
     def wait(self, timeout_s: float) -> bool:

@@ -153,7 +153,10 @@ _TYPES: dict[str, Any] = {one.__name__: one for one in (Copied, HeldRun, Kept)}
 
 
 def _packed(value: Any, numbers: dict[object, int]) -> Any:  # noqa: ANN401, PLR0911 - any of them
-    """Return `value` in types that msgpack encodes; a promise becomes its number in `numbers`."""
+    """Return `value` in types that msgpack encodes.
+
+    `numbers` has the number of each HostPromise.
+    """
     if isinstance(value, HostPromise):
         return {"number": numbers[value]}
     if isinstance(value, (array, range)):
@@ -774,7 +777,11 @@ class _Engine:
         return _packed(result, self._numbers)
 
     async def _reserve(self, counts: Sequence[int]) -> list[Any]:
-        """Reserve slots for saves; return the slots and the new limits, by cache group."""
+        """Reserve host slots for saves of this engine, in each cache group.
+
+        `counts` are the numbers of slots. Return the slots, and the numbers of slots that this
+        engine may reserve from now on.
+        """
         before, self._allowed = self._allowed, self._share()
         parts = zip(counts, before, self._allowed, strict=True)
         found = await self._side.reserve([count + now - then for count, then, now in parts])

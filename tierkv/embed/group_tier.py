@@ -76,7 +76,7 @@ class GroupLookup:
     round: int = 0
 
     def tokens(self, position: int) -> bytes:
-        """Return the tokens of the block at `position`."""
+        """Return the tokens of block number `position`, as little-endian int32 bytes."""
         return self.prompt.block(position)
 
 

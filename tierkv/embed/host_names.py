@@ -71,8 +71,8 @@ def num_leading(names: Sequence[ExternalId], is_there: Callable[[ExternalId], bo
     """Return the number of a prompt's leading blocks that are present, by binary search.
 
     Args:
-        names: the engine's names of the prompt's blocks, from the first on. Before a present block,
-            no block may be missing.
-        is_there: returns True if the block with a name is present.
+        names: the engine's ids of the prompt's blocks, in the order of the prompt. No absent block
+            can be followed by a present one.
+        is_there: returns True if the block with this id is present.
     """
     return bisect_left(range(len(names)), 1, key=lambda at: not is_there(names[at]))

@@ -1225,11 +1225,12 @@ class HostSide:
         """Protect from eviction the full blocks of `prompt` that the index has on the host now.
 
         Args:
-            promise: records the protected blocks; `publish` ends their protection.
+            promise: holds the lease on the protected blocks until the publish ends. A later call
+                replaces the lease only if more blocks are on the host.
             prompt: the prompt that is published.
 
         Returns:
-            Number of tokens in protected blocks; never less than in the call before.
+            Number of leading prompt tokens in protected blocks.
         """
         size, before = prompt.block_size, promise.lease
         held = before.num_blocks if before is not None else 0
@@ -1362,7 +1363,10 @@ class SavedPrompt:
 
     @property
     def lease(self) -> Lease | None:
-        """The lease that protects the prompt's indexed blocks from eviction; None without any."""
+        """The lease that protects the prompt's blocks in the index.
+
+        None if no block is protected.
+        """
         return self._promise.lease
 
     def grow(self) -> int:
@@ -1404,7 +1408,9 @@ class SavedPrompt:
             self._service.tiers.work.capacity_changed()
 
     async def store_rest(self) -> None:
-        """Store the prompt's blocks in the cache groups outside the index.
+        """Store the prompt's blocks of cache groups that the index does not list.
+
+        The index lists only the main cache group.
 
         Raises:
             StoreUnavailableError: a block was not stored.

@@ -90,7 +90,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def length_field(self) -> str:
-        """The name of the body's field that sets `token_limit`."""
+        """The name of the request's field that limits the number of generated tokens."""
         return "max_tokens"
 
     @property

@@ -127,9 +127,11 @@ class Pipeline:
     def wait(self, event: Event, timeout_s: float) -> None:
         """Let units that are submitted after this call start only when an event is done.
 
+        The GPU waits, not the calling thread, unless the copy of the event is not submitted yet.
+
         Args:
             event: the event to wait for.
-            timeout_s: largest time for which the call blocks, in seconds (see `Stream.wait`).
+            timeout_s: largest time for which the call blocks, in seconds.
         """
         self._kernel_stream.wait(event, timeout_s)
 
@@ -324,9 +326,9 @@ class _Job:
 
     Attributes:
         copy: the copy.
-        events: the events that the caller has, one for each layer.
+        events: one event for each layer, done when the layer of all blocks is copied.
         units: units that are still to be submitted; None if no unit was submitted yet.
-        reached: number of layers whose event is set.
+        reached: number of layers whose copies are all submitted to CUDA.
     """
 
     copy: BlockCopy

@@ -35,7 +35,10 @@ class Column:
 
 
 class DriverError(Exception):
-    """A driver call failed; `Gpu.bound` turns this error into a TransferError."""
+    """A call of the CUDA driver failed.
+
+    The context manager `Gpu.bound` raises a TransferError or DeviceFailedError in its place.
+    """
 
     def __init__(self, call: str, status: int) -> None:
         super().__init__(f"{call} failed with CUDA error {status}")

@@ -121,7 +121,7 @@ class Unit:
 
 
 def row_of(num_bytes: int) -> int:
-    """Return the size of a row of staging memory for `num_bytes` bytes: a multiple of 16."""
+    """Return `num_bytes` rounded up to a multiple of 16."""
     return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 

@@ -1,4 +1,7 @@
-"""A causal language model of transformers: its files, identity, and forward passes over blocks."""
+"""A causal language model of transformers that runs on the blocks of the device tier.
+
+The module loads the model's files, computes its fingerprint, and runs forward passes.
+"""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class LiveFeed:
         self._wake()
 
     def sample(self) -> None:
-        """Take one sample of the figures now."""
+        """Read all metrics now, and send the values to the open live pages."""
         values = self.figures()
         if tuple(values) != self._names:
             self._begin_anew()
@@ -213,9 +213,9 @@ def _file(name: str) -> bytes | None:
 
 
 class PageRoutes:
-    """The routes of the live page's files.
+    """The HTTP routes of the live page, which shows the metrics of a node or gateway in a browser.
 
-    Callers need no authentication, because the files contain no data of the node.
+    The routes need no authentication, because the files contain no data of the node.
     """
 
     @Route("GET", "/", Access.PUBLIC, content_type="text/html")

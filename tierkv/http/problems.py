@@ -84,7 +84,7 @@ PASSING_REASONS = frozenset(
 
 
 class NoEngineError(BadRequestError):
-    """The node has no engine of its own: ask the engine, or a node with an engine."""
+    """The node has no model of its own: send the request to a node or engine that has one."""
 
 
 class WrongRoleError(BadRequestError):

@@ -43,7 +43,7 @@ class Heartbeat:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Measure the lag while the body runs."""
+        """Measure the event loop's lag inside the `async with`."""
         async with background({"tierkv-heartbeat": self._beat()}):
             yield
 

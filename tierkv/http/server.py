@@ -342,7 +342,7 @@ async def answering(
 
 
 class _Shared:
-    """Objects of all connections: aiohttp's server, the limits, and the number of connections."""
+    """Objects that all connections of a server share: aiohttp's server, the limits and a count."""
 
     def __init__(self, http: web.Server, limits: ListenSection) -> None:
         self.http = http

@@ -24,14 +24,17 @@ class Supply(Protocol):
 
     @property
     def came(self) -> list[range]:
-        """The ranges of the prompt's tokens that this claim has fetched, from storage or memory.
+        """The ranges of prompt tokens that this claim has fetched so far, one for each fetch.
 
-        Each fetch appends one range.
+        The tokens came from storage or from the producer's memory.
         """
 
     @property
     def direct(self) -> list[range]:
-        """The ranges of tokens in `came` that were read from another node's memory."""
+        """The ranges of the prompt's tokens that this claim has read from another node's memory.
+
+        The ranges are also in `came`.
+        """
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
         """Set the prefill node's address to the one in its ticket or open ticket."""
@@ -80,7 +83,8 @@ class PeerSource(Protocol):
         Args:
             ticket_id: id of the ticket.
             prompt: the prompt of the offered blocks.
-            ledger: calls back when the ticket has ended.
+            ledger: the states of this node's tickets; it reports the end of the ticket, and so of
+                the offer.
 
         Returns:
             The address to write into the prompt's ticket and open ticket; None if other nodes
@@ -114,7 +118,7 @@ class NoSupply:
         """Do nothing."""
 
     async def ask(self, prompt: Prompt) -> None:
-        """Do nothing."""
+        """Do nothing, because this claim reads no other node's memory."""
 
     async def failure(self) -> str:
         """Return "", because there is no prefill node to ask."""

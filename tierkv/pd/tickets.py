@@ -1156,10 +1156,10 @@ class _Issued(msgspec.Struct, frozen=True):
 
 
 class TicketLedger:
-    """The states of the newest tickets that this node announced or published.
+    """A record of what became of this node's newest tickets: announced, published, claimed, failed.
 
     Args:
-        tickets: reads the acknowledgements.
+        tickets: reads from the store which tickets were claimed (acknowledged).
     """
 
     def __init__(self, tickets: Tickets) -> None:
@@ -1171,10 +1171,9 @@ class TicketLedger:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While the body runs, find out from the store if published tickets were claimed.
+        """Inside the `async with`, learn from the store which published tickets were claimed.
 
-        At the end of the body, call every callback that `hold` registered and that was not called
-        yet.
+        On leaving it, call the callbacks of `hold` for all tickets that have not ended.
         """
         try:
             async with supervised({"tierkv-ticket-ledger": self._keep_checking}):

@@ -619,7 +619,7 @@ class RankSocket:
         return None
 
     def _receive(self, rank: int) -> None:
-        """Read the messages of a rank: its goodbye, or the end of its connection."""
+        """Read what a rank has sent, and record its last reports if it closes its connection."""
         link = self._links.get(rank)
         if link is None:
             return  # the end of its process was noticed before

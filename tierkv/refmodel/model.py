@@ -241,7 +241,7 @@ class Span:
 
     @property
     def padded_end(self) -> int:
-        """The position after the last tile."""
+        """The first position after the span's last tile, a multiple of TILE."""
         return (self.first_tile + self.num_tiles) * TILE
 
     @property
@@ -775,8 +775,8 @@ class Rope:
         """Rotate each pair of elements (i, i + head_dim / 2) by the angle of its token's position.
 
         Args:
-            heads: [num_tiles, TILE, num_heads, head_dim].
-            first_tile: number of the first tile, counted from position 0.
+            heads: queries or keys of consecutive tokens, [num_tiles, TILE, num_heads, head_dim].
+            first_tile: position of the first token, divided by TILE.
 
         Returns:
             The rotated heads, in the shape of `heads`.

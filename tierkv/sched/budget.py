@@ -18,14 +18,14 @@ class Budget:
     """The seconds that one request, claim or lookup may still wait for storage.
 
     Every wait for storage runs inside `limit`, which counts its seconds and ends the wait when none
-    are left. The store's operation is not cancelled then, because it runs in a task of its own.
+    are left. The store's operation itself continues, because it runs in a task of its own.
 
     Args:
         deadline_s: upper limit of the seconds spent waiting, whatever the estimates say.
         step_s: after each arrival of blocks, at least this many seconds are left; None if arrivals
             do not extend the deadline.
-        estimator: the rule for fetching or computing, which can end a wait before the deadline;
-            None to wait until the deadline, because the caller cannot or shall not compute.
+        estimator: compares fetching with computing, and can end a wait before the deadline. None to
+            wait until the deadline, for a caller that cannot compute the tokens or must not.
         is_claim: True if a decode node claims a prompt that a prefill node has computed.
 
     Attributes:

@@ -79,7 +79,17 @@ class CacheEvent(msgspec.Struct, frozen=True):
 
 
 class BlockRun(msgspec.Struct, frozen=True):
-    """Consecutive blocks of a prompt. The fields mean the same as those of `CacheEvent`."""
+    """Consecutive blocks of a prompt, in one cache group.
+
+    Attributes:
+        space: short name of the fingerprint (model, tenant, adapter); "" for the service's own.
+        start: index of the first block in the prompt.
+        digests: the key of each block.
+        parent: the key of the block before `start`; b"" if `start` is 0.
+        tokens: the tokens of the blocks, as little-endian int32 bytes.
+        is_tail: True for the partial last block of a prompt.
+        group: number of the cache group that the blocks belong to.
+    """
 
     space: str
     start: int
@@ -285,7 +295,7 @@ class CacheEvents:
         *,
         session_id: str = "",
     ) -> None:
-        """Publish a change of blocks [start, stop) of a path (a prefix in the index).
+        """Send all subscribers a change of blocks [start, stop) of a path (a prefix in the index).
 
         Each node of the path that has any of these blocks gets an event of its own.
 

@@ -142,7 +142,7 @@ class WaitingLine:
 
     @property
     def is_idle(self) -> bool:
-        """True only if no request waits, neither in the queue nor parked."""
+        """True if no request waits, neither to be admitted nor for another request's blocks."""
         return not self._line and not self._parked
 
     def find(self, request_id: str) -> Waiting | None:

@@ -35,7 +35,7 @@ NOT_IN_STORAGE = GetOutcome(GetStatus.MISS, "not in storage")
 
 
 class Source(Protocol):
-    """A place to fetch blocks from: `StorageIO`, or a reader of another node's memory."""
+    """A source of stored blocks: the storage tier, or another node's memory."""
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
         """Return how many of `keys` the source has before the first one that it lacks."""
@@ -563,7 +563,7 @@ class Fetcher:
         return run
 
     def finish(self, run: _Run) -> None:
-        """Record that the keys of `run` are no longer being fetched."""
+        """Record that the fetch `run` has ended, so that its blocks may be fetched again."""
         self.in_flight.remove(run)
         run.ended.set_result(None)
 

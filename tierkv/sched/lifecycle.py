@@ -192,9 +192,11 @@ class Lifecycle:
         *,
         keeps_blocks: bool,
     ) -> None:
-        """Evict unused copies in slots from `first` on, and the blocks that depend on them.
+        """Evict the unused copies of `nodes` that are in slots from `first` on.
 
-        `tried` has the uids of nodes for which a copy was started already.
+        Blocks that no match can reach afterwards are removed, too. With `keeps_blocks`, device
+        blocks are first copied to the host; `tried` has the uids of nodes for which such a copy was
+        started.
         """
         for node in nodes:
             in_the_way = np.flatnonzero(node.copies[tier].slots >= first)
@@ -289,17 +291,17 @@ class Lifecycle:
 
 
 def forgetting(tiers: Tiers, roots: Sequence[TreeNode]) -> Iterator[None]:
-    """Remove all unused blocks below `roots` from device and host, step by step.
+    """Remove all unused blocks below `roots` from device and host, in small steps.
 
-    Blocks in use stay, but no longer count as stored.
+    Blocks in use stay on device and host, but are recorded as not in storage.
 
     Args:
         tiers: the tiers to remove the blocks from.
-        roots: nodes of the index.
+        roots: root nodes of trees in the index.
 
     Yields:
-        None, after each _SLICE nodes, so that the caller can let other tasks run. Nodes that leave
-            the index or are split during such a pause are skipped.
+        None, after each 128 nodes, so that the caller can let other tasks run. Nodes that leave the
+            index or are split during such a pause are skipped.
     """
     pending = [(node, False) for root in roots for node in root.children.values()]
     num_left = _SLICE

@@ -29,17 +29,16 @@ class Step:
 
 
 def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRule) -> list[Step]:
-    """Plan the eviction of `missing` copies of blocks from a tier.
+    """Plan which blocks to evict from a tier, and which of them to copy to the tier below first.
 
     Args:
-        order: the blocks of the tier in the order of eviction.
+        order: the order of eviction of the tier's blocks.
         tier: the tier to evict from.
-        missing: number of copies to evict; 0 or less for none.
+        missing: number of blocks to evict; 0 or less for none.
         rule: the rule for copies to the tier below.
 
     Returns:
-        The steps, in order. If fewer than `missing` copies can be evicted, the steps evict only
-            these.
+        The evictions, in order. Fewer than `missing` blocks are evicted if no more can be.
     """
     if missing <= 0:
         return []

@@ -297,7 +297,11 @@ class Computing:
         return wait.is_sooner and not self._skip and self._regret.seconds > 0
 
     def passed_by(self, wait: PromiseWait) -> None:
-        """Record that a request began to compute blocks for which it could have waited."""
+        """Count a request that computes blocks although it could wait for another request's blocks.
+
+        Args:
+            wait: the wait that was possible.
+        """
         self._skip -= bool(self._skip and wait.is_sooner)
         self._decisions.recompute_device += 1
 
@@ -368,13 +372,14 @@ def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
 class Arrival:
     """Async context manager in which a request waits for storage or another node.
 
-    If the request is aborted or the node shuts down, the body is cancelled, and the `async with`
-    raises RequestAbortedError or ShuttingDownError. If the body had already finished, `release` is
-    called and the error is raised all the same.
+    If the request is aborted or the node shuts down, the code inside the `async with` is cancelled,
+    and the `async with` raises RequestAbortedError or ShuttingDownError. If that code has just
+    finished, `release` is called before the error is raised.
 
     Attributes:
         space: name of the space (model, tenant, adapter) of the request's prompt.
-        release: function that releases the result of the body; set by the body.
+        release: function that releases the blocks or leases that the wait has brought; set inside
+            the `async with` when they arrive.
     """
 
     def __init__(self, by_id: dict[str, Arrival], request_id: str, space: str) -> None:

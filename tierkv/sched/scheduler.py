@@ -510,7 +510,9 @@ class Scheduler:
         return resumed
 
     def abandon(self, request: Request) -> None:
-        """Give up a preempted request: its cached blocks are evicted in the usual order again.
+        """End a preempted request that will not continue, and release its soft pin.
+
+        Its cached blocks stay until they are evicted in the usual order.
 
         Raises:
             OwnershipError: the request is not preempted.
@@ -610,7 +612,7 @@ class Scheduler:
 
 
 def _is_done(event: Event, *, failed: bool = False) -> bool:
-    """Return whether `event` is done; return `failed` if its work has failed."""
+    """Return True if `event` is done. If the work of `event` has failed, return `failed`."""
     try:
         return event.is_done
     except TransferError:

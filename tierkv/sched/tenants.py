@@ -179,8 +179,8 @@ class Tenants:
     def close(self, name: str) -> int:
         """Close a space: forget its quota, and remove all of its blocks from device and host.
 
-        Stored values stay. The call does all of the work in one turn of the event loop; `retire`
-        does it in many short ones.
+        Stored values stay. The call blocks the event loop until all blocks are removed. `retire`
+        removes them in short steps instead.
 
         Returns:
             The number of removed copies of blocks.
@@ -194,7 +194,10 @@ class Tenants:
         return self._close(key, name)
 
     async def retire(self, name: str) -> int:
-        """Close a space as `close` does; other tasks of the event loop run during the call.
+        """Close a space: remove its quota, and all of its blocks from device and host.
+
+        Stored values stay. Other tasks of the event loop run during the call; `close` does the same
+        without a pause.
 
         Returns:
             The number of removed copies of blocks.

@@ -130,9 +130,10 @@ class Tiers:
         host_pool: the free host slots.
         mover: copies between device and host.
         storage: reads and writes of the storage tier; None without storage.
-        host_rule: the rule for copying device blocks to the host.
-        storage_rule: the rule for storing host blocks.
-        background_copy_bytes: upper limit of bytes in flight of the copies that these rules start.
+        host_rule: decides which device blocks are copied to the host, and when.
+        storage_rule: decides which host blocks are written to storage, and when.
+        background_copy_bytes: largest number of bytes that these two kinds of copies have in
+            flight.
         block_bytes: bytes of one block.
     """
 

@@ -64,16 +64,16 @@ class FetchPolicy(Enum):
 
 @dataclass(slots=True)
 class Regret:
-    """A balance of the seconds that requests may still lose by waiting for other requests' blocks.
+    """The seconds that may still be lost by waiting for blocks that other requests compute.
 
-    A wait is lost if the other request does not compute the blocks in time. The balance grows by
-    SHARE of each new request's computing time and by the seconds that waits have saved. It shrinks
-    by the seconds of lost waits.
+    Such a wait is lost time if the other request does not compute the blocks in time. Every new
+    request adds 2 % of its computing time to the balance, every successful wait adds the seconds
+    that it saved, and every lost wait subtracts its seconds.
 
     Attributes:
         seconds: the balance.
-        usual_s: largest computing time of the recent requests, in seconds; each older request
-            counts 2 % less than the one after it.
+        usual_s: largest computing time of the recent requests, in seconds; the value decreases by 2
+            % with each request.
         largest_s: computing time of the largest request so far, in seconds.
     """
 
@@ -84,8 +84,9 @@ class Regret:
     def allow(self, compute_s: float) -> None:
         """Raise the balance for a new request that needs `compute_s` seconds to compute.
 
-        The balance grows by SHARE of these seconds, and by MAX_WASTED times the seconds by which
-        they exceed the computing time of every earlier request.
+        The balance is the number of seconds that requests may still lose by waiting for each other.
+        A new request adds SHARE times `compute_s`. A request that takes longer than all requests
+        before also adds MAX_WASTED times the difference.
         """
         if 0 < compute_s < float("inf"):
             self.usual_s = max(compute_s, self.usual_s * _FADING)
@@ -94,9 +95,10 @@ class Regret:
             self.add(SHARE * compute_s + MAX_WASTED * grown)
 
     def add(self, seconds: float) -> None:
-        """Add saved seconds to the balance; lost seconds are negative.
+        """Add the seconds that a wait has saved to the balance.
 
-        The balance stays between -MAX_WASTED and +MAX_WASTED times `usual_s`.
+        The seconds are negative for a wait that lost time. The balance is then limited to
+        MAX_WASTED * `usual_s` above and below zero.
         """
         most = MAX_WASTED * self.usual_s
         self.seconds = max(-most, min(self.seconds + seconds, most))

@@ -1,4 +1,4 @@
-"""The cache service: one model's cache on one device, as engines and the API use it."""
+"""The cache service, which keeps the KV cache of one model on one device, the host and storage."""
 
 from tierkv.service.service import Service
 

@@ -151,7 +151,7 @@ class Memory:
             raise
 
     def use(self, planes: Planes) -> None:
-        """Make `planes` the present memory of the device."""
+        """Replace the device's memory for blocks by `planes`; the previous planes are not freed."""
         self.planes, self._has_planes = planes, True
 
     def give_planes_back(self) -> None:
@@ -339,7 +339,9 @@ class Components:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the components during the body; then wait for every task, and check for leaks.
+        """Run the components inside the `async with`.
+
+        On leaving it, end all tasks and check for leaks.
 
         Raises:
             InvariantError: a lease or slot was not released.

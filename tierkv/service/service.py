@@ -59,10 +59,10 @@ class Publishing:
 
     Attributes:
         task: the task that publishes; its result is the outcome.
-        stream: the stream of a publish that began before the prompt was computed. None for any
-            other publish, and once the stream's `finish` or `fail` was called, after which `task`
-            may still run.
-        refused: the error with which `give_up` has cancelled the task; None if it was not called.
+        stream: the stream, if the publish began before the prompt was computed. None for any other
+            publish, and after a call of the stream's `finish` or `fail`, even while `task` still
+            runs.
+        refused: the error that was passed to `give_up`; None if `give_up` was not called.
     """
 
     task: asyncio.Task[Published | TierKVError]

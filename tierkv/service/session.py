@@ -158,10 +158,10 @@ class Session:
             return self._adopt(request)
 
     async def _with_rest(self, request: Request, budget: Budget) -> Request:
-        """Unless computing is faster, fetch in portions the blocks for which the host had no room.
+        """Fetch from storage, in portions, the blocks for which the host had no room.
 
-        Return the request, or a new request that computes the whole prompt if a portion did not
-        load.
+        Nothing is fetched if computing these blocks is faster. Return `request`, or, if a portion
+        did not load, a new request that computes the whole prompt.
         """
         scheduler = self._service.scheduler
         missing = request.spec.prompt.num_tokens - request.cached_tokens

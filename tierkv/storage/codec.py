@@ -220,8 +220,8 @@ class Codec(ABC):
             room: buffer that contains the bytes after the header. The decoded payload is written
                 into the same buffer, which must be large enough for it.
             identity: the block that the value must contain.
-            digest: a result of `digest` that has received all bytes of the value; None to compute
-                the checksum here.
+            digest: the checksum object from `Codec.digest`, already updated with all bytes of the
+                value; None to compute the checksum in this call.
             num_bytes: number of the value's bytes in `room`, negative if the value is shorter than
                 its header; None if the value fills `room`.
 
@@ -372,7 +372,10 @@ class PlainCodec(Codec):
         return DeferredHeader(payload, identity)
 
     def digest(self, header: Buffer) -> PlainDigest:
-        """Return a checksum that is fast enough for the event loop: 256 KiB take 9 us."""
+        """Return an object that computes the checksum of a value while the value's bytes arrive.
+
+        This is fast enough for the event loop: 256 KiB take 9 us.
+        """
         return PlainDigest(header)
 
     def _close(

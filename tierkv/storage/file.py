@@ -466,9 +466,10 @@ class FileNotifier:
             self._threads = None
 
     async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
-        """Create and remove the file of a hint.
+        """Send `message` to the listeners of `topic`, by creating a file that they watch for.
 
-        After an error or on a slow disk the hint is lost.
+        The file is removed at once. The message is lost after an error, on a slow disk, or if too
+        many messages are being sent.
         """
         path = self._directory / f"{_digest(topic)}.{check_message(message)}"
         # A lost or delayed hint only delays the listeners.

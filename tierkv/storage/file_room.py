@@ -230,7 +230,6 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _is_directory(group: os.DirEntry[str]) -> bool:
-    """Return True if `group` is a directory, or a link to one that an operator has made."""
     try:
         return group.is_dir()
     except OSError:  # such as a link to itself
@@ -305,7 +304,10 @@ class Scratch:
         return self._directory
 
     def time(self) -> float | None:
-        """Return the Unix time of the machine that has the disk; None if it is not known."""
+        """Return the Unix time of the machine that has the store's disk, such as an NFS server.
+
+        The result is None if the time cannot be read.
+        """
         if self._lock_fd is None:
             return None
         try:
@@ -315,7 +317,7 @@ class Scratch:
             return None
 
     def new_path(self) -> str:
-        """Return a path for a new file in the directory, another one at each call."""
+        """Return a new path in this process's directory for unfinished values."""
         return f"{self._directory}/{next(self._serial)}"
 
     def renew(self) -> None:
@@ -667,12 +669,12 @@ class UsedBytes:
         return counts | {self._own().name: self._own_added}
 
     def record(self, num_bytes: int, counts: Mapping[str, int]) -> None:
-        """Record a measurement of the total bytes of all values.
+        """Record that the values had `num_bytes` bytes in total when `counts` was read.
 
         Args:
-            num_bytes: total bytes of all files.
-            counts: the result of `counts` just before the measurement; `total` adds the bytes that
-                were added later.
+            num_bytes: total bytes of all values, measured by a walk over the files.
+            counts: the result of the method `counts`, called just before the walk. `total` later
+                adds only the bytes that processes have added since that call.
         """
         self._measured_bytes, self._measured_counts = num_bytes, counts
 

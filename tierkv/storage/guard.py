@@ -331,7 +331,10 @@ class GuardedStore(StoreWrapper):
         return outcomes
 
     async def _acquire_slot(self) -> None:
-        """Wait for one of the `max_reads` slots; raise if too many wait or the breaker is open."""
+        """Wait until fewer than `max_reads` operations run, and count one more.
+
+        Raise StoreUnavailableError if too many operations wait already or the breaker is open.
+        """
         self._tokens = min(_MAX_TOKENS, self._tokens + self._settings.retries_per_operation)
         self._check_breaker()
         if self._reads.num_waiting >= _MAX_WAITING_READS:

@@ -279,7 +279,9 @@ class NearCopies:
     """A queue of copies of the far store's values, and a task that writes them to the near store.
 
     Attributes:
-        num_forgets: number of calls of `forget`.
+        num_forgets: number of calls of `forget`, which discards copies of deleted values. A reader
+            compares the numbers before and after a read to find out if values were deleted in
+            between.
     """
 
     def __init__(self, near: Store, settings: LayeredSettings) -> None:

@@ -66,7 +66,10 @@ async def values_under(
 async def _pages_under(
     store: Store, prefix: str, is_selected: ValueFilter
 ) -> AsyncIterator[Sequence[StoredValue]]:
-    """Yield pages of the values that `is_selected` accepts. A caller may remove them in between."""
+    """Yield the values under `prefix` that `is_selected` accepts, several at once.
+
+    The caller can remove the values before it requests the next ones.
+    """
     cursor: str | None = None
     while True:
         page = await store.list(prefix, limit=_PAGE, cursor=cursor)
@@ -80,10 +83,10 @@ async def _pages_under(
 async def usage_by_group(
     store: Store, prefix: str, is_selected: ValueFilter = lambda _: True
 ) -> dict[str, Usage]:
-    """Count values and bytes by the first two fields of names.
+    """Count the values whose names agree in the first two fields, and their bytes.
 
-    The second field is the short fingerprint of a block's model and tenant, or the kind of another
-    value, such as a ticket.
+    A name consists of fields, separated by colons. The second field is the short fingerprint of a
+    block's model and tenant, or the kind of another value, such as a ticket.
 
     Args:
         store: the store to list.
@@ -247,7 +250,11 @@ def _check(
     identity: _Identity,
     codecs: Mapping[int, Callable[[str], Codec]],
 ) -> bool:
-    """Check a value against its name; return True if a full check needs a missing key."""
+    """Check that a stored value is intact and is the value that its name names.
+
+    Return True if the check is incomplete, because the value is signed or encrypted and its secret
+    key is not given. Raise DamagedValueError if the value is damaged.
+    """
     says = read_identity(content)
     if says.key_digest != identity.digest:
         raise DamagedValueError(
@@ -268,7 +275,10 @@ def _check(
 
 
 def _check_without_key(content: bytearray, says: ValueIdentity, flags: int) -> None:
-    """Check a signed or sealed value as far as possible without the key."""
+    """Check the header of a signed or encrypted value whose key is not known.
+
+    The content cannot be checked, except that it must not be an ordinary value with changed flags.
+    """
     at = _KEYED_HEADER_BYTES[flags]
     header, payload = memoryview(content)[:at], memoryview(content)[at:]
     check_fields(header, payload.nbytes, says, flags=flags, header_bytes=at)

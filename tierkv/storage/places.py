@@ -293,9 +293,10 @@ class Places:
         return self._common.store.now()
 
     def notifier(self) -> Notifier:
-        """Return the notifier of the common store. Tickets are in that store.
+        """Return the notifier of the common store, which also has the tickets.
 
-        If that store is detached, present listeners receive no more messages and have to poll.
+        Once this store is detached from the service, its listeners receive no more messages and
+        have to poll.
         """
         return _NotifierOfCommon(lambda: self._common.notifier)
 

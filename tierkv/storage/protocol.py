@@ -197,7 +197,7 @@ class Hub:
         yield
 
     async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
-        """Pass the message to the listeners in this process."""
+        """Deliver `message` to all listeners of `topic` in this process."""
         self.topics.deliver(topic, check_message(message))
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:

@@ -1,6 +1,7 @@
 """Deletions of everything that a service has stored, for example before new weights are loaded.
 
-Content from before a deletion must be neither written nor read afterwards.
+By the class `Deletions`, readers and writers find out that content is older than a deletion and
+must not be used.
 """
 
 from __future__ import annotations

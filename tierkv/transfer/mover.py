@@ -66,8 +66,8 @@ class _Pending(msgspec.Struct, eq=False):
     Attributes:
         on_done: called once: with None when `event` is done, with the error if it failed.
         is_long: True if the work is known to take longer than 1 ms.
-        position: the event's place in the order in which the events of one queue of the device, for
-            example a CUDA stream, are done.
+        position: number of the event in its queue of the device, for example a CUDA stream. The
+            events of one queue are done in the order of these numbers.
     """
 
     event: Event

@@ -235,7 +235,13 @@ _NOTE_S = 2.0  # time limit of an addition to a list
 
 @dataclass(frozen=True, slots=True)
 class SharedTail:
-    """A stored tail that has its first `num_shared` tokens in common with a prompt."""
+    """A stored tail that begins with the same tokens as a block of a prompt.
+
+    Attributes:
+        key: the name of the tail in storage.
+        tail: the tokens of the tail, and the key of the block before.
+        num_shared: number of leading tokens of the tail that the prompt has, too.
+    """
 
     key: StoredKey
     tail: Tail

@@ -187,11 +187,14 @@ class Channel:
         return ask
 
     async def answer(self, secret: bytes) -> DirectAnswer:
-        """Wait for the answer to the last question and return it.
+        """Wait for the producer's answer to the last question that was sent, and return it.
+
+        Args:
+            secret: the secret of the ticket's blocks, with which the question was sent.
 
         Raises:
-            StoreCorruptError: the answer was not sent with `secret`.
-            OSError, EOFError: the stream has ended.
+            StoreCorruptError: the answer's authentication code was not made with `secret`.
+            OSError, EOFError: the connection has ended.
         """
         body, mac = await self._receive()
         self._check(body, mac, secret)

@@ -540,13 +540,13 @@ class Direct:
         storage: the storage tier.
         slots: the host tier's memory.
         settings: the permitted paths and addresses.
-        codecs: called with `Fingerprint.short`; returns the codec for stored blocks of that
-            fingerprint. None instead of a function if all blocks have plain checksums. Only blocks
-            with plain checksums are offered: everyone who can read the store knows the secrets in
-            tickets, and could read signed or encrypted blocks with them.
+        codecs: function that returns the codec for stored blocks of a fingerprint, given by
+            `Fingerprint.short`. None if all blocks have plain checksums. Only blocks with plain
+            checksums are offered: everyone who can read the store knows the secrets in tickets, and
+            could read signed or encrypted blocks with them.
         stats: counts of the node's hand-offs.
-        allocate: `Scheduler.acquire_device`, which acquires device slots for a number of blocks of
-            a prompt.
+        allocate: function that acquires device slots; its arguments are a prompt and a number of
+            blocks.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators

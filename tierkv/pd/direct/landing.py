@@ -37,7 +37,7 @@ class ShownPlanes:
     """The description of this node's planes (device memory), for processes that open them."""
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
-        """Create the object; `describe` makes the description.
+        """Create the object. The planes are exported by `describe`, not here.
 
         Args:
             sharing: makes device memory readable for other processes.

@@ -71,13 +71,13 @@ class TransferEngine:
     """
 
     def __init__(self, host: str) -> None:
-        """Start the engine, which takes some milliseconds.
+        """Start Mooncake's transfer engine, which takes some milliseconds.
 
         Args:
             host: IP address at which other nodes reach this one.
 
         Raises:
-            ConfigError: the library is missing or does not start.
+            ConfigError: Mooncake's Python package cannot be loaded, or its engine does not start.
         """
         os.environ.setdefault("GLOG_minloglevel", "3")
         try:

@@ -206,9 +206,10 @@ class MooncakeValues:
     def _read(
         self, names: Sequence[str], rooms: Sequence[Pieces], given_up: Event
     ) -> Sequence[int]:
-        """Read values into buffers of exactly their length.
+        """Read values into buffers of exactly their length. Blocks the thread.
 
-        Return for each its length or an error number.
+        The call sets `given_up` if Mooncake takes long and does not answer, so that later batches
+        of the same caller fail at once. Return the length of each value, or an error number.
         """
         landings = [
             # More buffers than a call may have are replaced by one of the same total size.
@@ -526,9 +527,13 @@ class MooncakeStore(BaseStore):
         self._pools: Sequence[memoryview] = ()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
-        """Register `pools` with the network card when the store is opened, if RDMA is used.
+        """Set the memory from which and into which values are copied, before the store is opened.
 
-        Over RDMA, values outside the pools fail if they are larger than the scratch memory.
+        Over RDMA, the memory is registered with the network card. A value in other memory is copied
+        through a small buffer; if it is larger than that buffer, reading or writing it fails.
+
+        Args:
+            pools: the memory, such as all host slots.
         """
         self._pools = tuple(pools)
 
@@ -600,7 +605,10 @@ class MooncakeStore(BaseStore):
         return await self._writers.run(lambda: values.delete(names))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """Return the number of these values that exist. Mooncake has no times to live to set."""
+        """Return the number of `names` that have a value.
+
+        No lifetime is extended: values in Mooncake have none.
+        """
         check_ttl(ttl_s)
         return sum(await self.present(names))
 

@@ -522,7 +522,7 @@ class Owner(Protocol):
     """
 
     def fill(self, wire: Wire) -> None:
-        """Submit queued requests to `wire`, which calls this after it has received replies."""
+        """Submit queued requests to a connection that has received replies and can send more."""
 
     def requeue(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
         """Send requests again or fail them, because their connection ended before the reply.
@@ -595,9 +595,9 @@ class Wire:
 
         Args:
             request: the request. The connection uses its buffers until the outcome is set.
-            since: time of the event loop, in seconds, from which the request's time limit counts:
-                the moment when the request was ready, even if no connection was open then. At least
-                half of the limit remains after this call, however long connecting took.
+            since: time on the event loop's clock at which the request was ready. The request's time
+                limit counts from this time. If connecting took longer than half of the limit, half
+                of it is left.
         """
         assert not self.is_lost, "a lost connection takes no requests"
         if not self._in_flight:
