@@ -61,7 +61,7 @@ class OwnershipError(TierKVError):
 
 
 class LayoutError(TierKVError):
-    """Shapes, sizes or alignments do not fit the layout: correct them, or refuse the peer."""
+    """Shapes, sizes or alignments differ from what the layout of the blocks requires."""
 
 
 class TransferError(TierKVError):

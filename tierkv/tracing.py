@@ -159,13 +159,13 @@ def traceparent() -> str:
 
 
 def adopt(parent: str) -> None:
-    """Make later spans of this task children of the span `parent`, which a ticket names.
+    """Make this task's later spans children of the span in which the prompt was published.
 
-    The current span gets a link to `parent`. Nothing changes if the HTTP caller has named a span,
-    because the caller's trace then contains both nodes.
+    The current span, which has started already, gets a link to that span. If the HTTP request named
+    its sender's span, nothing changes: the sender's trace contains the spans of both nodes.
 
     Args:
-        parent: the `traceparent` of the span; "" for none.
+        parent: the `traceparent` value in the ticket; "" if the producer has no tracing.
     """
     if _tracer is None or not parent or _has_caller.get():
         return

@@ -1080,7 +1080,10 @@ class _Asked(Generic[T]):
         self._bell.put(None)
 
     def result(self) -> T:
-        """Wait until the function was called; return its result or raise its error."""
+        """Wait until the thread has called `work`.
+
+        Return the result or raise the error of `work`.
+        """
         if not self._is_done:
             self._bell.get()
         if self._error is not None:

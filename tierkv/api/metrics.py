@@ -613,13 +613,13 @@ class Metrics:
 
     @contextmanager
     def handing(self, side: str) -> Iterator[None]:
-        """Count the reason if the body, which publishes or claims a prompt, fails.
+        """Count a failed publish or claim by its reason, if the `with` block raises HandoffError.
 
         Args:
-            side: "publish" or "claim".
+            side: "publish" or "claim", the operation in the `with` block.
 
         Raises:
-            HandoffError: The body raised this error.
+            HandoffError: The `with` block raised this error.
         """
         try:
             yield

@@ -398,7 +398,6 @@ class Routes:
         return bodies.name_request(request, given)
 
     def _key(self, request: web.BaseRequest) -> Key:
-        """Return the caller's tenant and the id in the request's path."""
         return principal_of(request).tenant, bodies.check_id(in_path(request, "id"), "the id")
 
     def _ticket_name(self, request: web.BaseRequest, ticket_id: str) -> str:

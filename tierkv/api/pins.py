@@ -16,15 +16,15 @@ MAX_PINS = 10_000  # per tenant
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One pin, which protects the cached blocks of a prompt from eviction.
+    """A pin, which protects the cached blocks of a prompt from eviction until a given time.
 
     Attributes:
-        pin_id: Id of the pin within its tenant.
-        num_blocks: Number of the prompt's leading blocks that are pinned; all are full blocks.
+        pin_id: Id of the pin, unique in its tenant.
+        num_blocks: Number of the prompt's leading blocks that are pinned. A tail is never pinned.
         prompt_tokens: Number of tokens of the prompt.
         is_soft: True if the blocks may be evicted after all blocks without a pin; False if they may
             not be evicted at all.
-        ends_at: End of the pin, in seconds of the clock of `PinBook`.
+        ends_at: Time at which the pin ends, in seconds of the monotonic clock given to `PinBook`.
     """
 
     pin_id: str

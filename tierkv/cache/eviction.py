@@ -257,9 +257,11 @@ class EvictionOrder:
         return victims
 
     def _first(self, virtual: list[Entry]) -> Entry | None:
-        """Return the entry to evict next, from the queue or from `virtual`.
+        """Return the next entry to evict: the first of the queue or of `virtual`.
 
-        `virtual` has the nodes that become candidates by the evictions that are chosen already.
+        None if both are empty.
+
+        `virtual` is a heap of nodes whose children have all been chosen for eviction already.
         """
         entry = self._top()
         if virtual and (entry is None or virtual[0] < entry):
@@ -322,9 +324,10 @@ class EvictionOrder:
 
 
 class EvictionPolicy:
-    """A rule that ranks leaves: the leaf with the lowest rank is evicted first.
+    """Base class of the policies that decide which blocks are evicted first.
 
-    Under every policy, a parent is evicted after its children.
+    A policy gives each node of the index (a run of blocks) a rank. Blocks of the node with the
+    lowest rank are evicted first. Under every policy, a parent is evicted after its children.
 
     Attributes:
         has_memory: True if the policy records evictions; only then are `spares`, `queued`,

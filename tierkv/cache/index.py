@@ -954,9 +954,10 @@ class Index:
         return Lease(node, num_blocks, used_before)
 
     def hold_as_is(self, node: TreeNode) -> Lease:
-        """Protect the whole path to `node` from eviction; no node is split or marked as used.
+        """Protect all blocks from the root to the end of `node` from eviction.
 
-        Copies between tiers use this lease. `release` ends it.
+        Copies between tiers use this lease: unlike a request's lease, it does not mark the blocks
+        as recently used. `release` ends the lease.
         """
         self._tree.hold(node)
         self.num_held_leases += 1

@@ -149,7 +149,7 @@ async def _of_gateway(client: AsyncClient, known: Seen) -> Seen:
 
 
 def lines(seen: Seen) -> list[tuple[str, str]]:
-    """Return the rows that `tierkv status` prints for a state, each a name and a text."""
+    """Return the lines that `tierkv status` prints for a node or a gateway: (label, text)."""
     rows = [(tier, _level(*level)) for tier, level in seen.levels.items()]
     parts = {part: state for part, state in seen.parts.items() if _is_shown(seen, part, state)}
     rows += [(_short(part), state) for part, state in parts.items()]

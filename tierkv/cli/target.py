@@ -26,7 +26,10 @@ _URL = "http://127.0.0.1:8100"
 
 
 def default_url() -> str:
-    """Return the URL of the node to call if the command line has none."""
+    """Return the URL of the node to call if a command is given none.
+
+    The URL is the value of the environment variable TIERKV_URL, or http://127.0.0.1:8100.
+    """
     return os.environ.get("TIERKV_URL") or _URL
 
 

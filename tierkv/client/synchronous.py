@@ -142,10 +142,10 @@ def _streaming(
 
 
 class Client:
-    """An `AsyncClient` with methods that block. Several threads may use it at a time.
+    """A client whose methods block, with the arguments and methods of `AsyncClient`.
 
-    Enter it with `with`, or call `close` at the end. Ctrl-C during a call cancels the call. See
-    `AsyncClient` for the arguments and methods.
+    Several threads may use a client at a time. Use it in a `with` statement, or call `close` when
+    it is no longer needed. Ctrl-C during a call cancels the call.
     """
 
     def __init__(

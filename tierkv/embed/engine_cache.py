@@ -874,11 +874,11 @@ class EngineCache:
         positions: Sequence[int],
         blocks: array[int],
     ) -> _Part | None:
-        """Return those of the given blocks to copy now, with a free host slot for each.
+        """Choose blocks of one cache group to save now, and a free host slot for each.
 
-        Blocks that were saved before are left out, and so are blocks for which no slot is free.
-        Full blocks that are returned count as saved from now on. The result is None if there is
-        nothing to copy.
+        Blocks that were saved before are left out. If host slots are too few, the last blocks are
+        left out. The chosen full blocks count as saved from now on. The result is None if no block
+        is chosen.
         """
         full = prompt.num_tokens // self.groups[group].block_size
         saved = known.saved.get(group, 0)

@@ -93,7 +93,7 @@ class _UnknownError(Exception):
 
 
 class _Asked(Enum):
-    """The ways in which `_Valid` counts a block that was not looked up in storage yet."""
+    """Assumptions about blocks that are not on the host and not yet looked up in storage."""
 
     HOST_ALONE = "host"  # only blocks on the host count
     HOPES = "hopes"  # they count as stored with all tokens

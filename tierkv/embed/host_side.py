@@ -815,10 +815,10 @@ class HostSide:
         return problem
 
     def _note_answer(self, fetch: _PromiseFetch, num_tokens: int, seconds: float) -> None:
-        """Record how long storage took to say which blocks it has, and start timing their transfer.
+        """Record how long storage took to answer a lookup, and start to measure its fetch.
 
-        Storage has `num_tokens` tokens that the host does not have; the answer took `seconds`
-        seconds.
+        `num_tokens` is the number of tokens that storage has and the host does not. `seconds` is
+        the time to the answer.
         """
         estimator = self._service.estimator
         estimator.tier.note_answer(seconds, has_found=num_tokens > 0)

@@ -127,7 +127,8 @@ class Pipeline:
     def wait(self, event: Event, timeout_s: float) -> None:
         """Let units that are submitted after this call start only when an event is done.
 
-        The GPU waits, not the calling thread, unless the copy of the event is not submitted yet.
+        The call itself blocks only until the copy of the event is submitted; for an event of
+        another kind of device, until the event is done.
 
         Args:
             event: the event to wait for.

@@ -270,16 +270,16 @@ class PromptBlocks(Protocol):
 
 
 class RequestBlocks:
-    """The `PromptBlocks` of a request that the scheduler runs.
+    """The blocks of a running request, as they are published for another node.
 
-    The blocks are on the device, and some also on the host.
+    All blocks are on the device; copies of some are also on the host.
 
     Args:
         request: the running request.
         tiers: the tiers of the node.
-        staging: host slots for blocks that the host tier lacks.
-        keys: stored keys of the prompt's blocks.
-        source: offers the blocks to claiming nodes.
+        staging: host slots for copies of blocks that the host tier lacks.
+        keys: keys under which the prompt's blocks are stored.
+        source: makes blocks readable by other nodes, from this node's memory.
     """
 
     def __init__(

@@ -519,10 +519,10 @@ class RankSocket:
         self._thread.start()
 
     def pop_reports(self) -> list[Finished]:
-        """Return the reports in the last messages of ranks that have closed, each once.
+        """Return and forget the reports of copies that ranks sent before they disconnected.
 
-        The reports of a rank can be read before `lost` names the rank. A caller that wants all
-        reports of the ranks in `lost` therefore reads `lost` first.
+        The reports of a rank are here before the rank is in `lost`. To miss no report of a lost
+        rank, read `lost` first and call this method after that.
         """
         reports = []
         while self._last_reports:

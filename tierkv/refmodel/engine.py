@@ -1,6 +1,6 @@
-"""The reference model as the engine of a node.
+"""The engine of nodes that run the reference model, a small model in NumPy.
 
-It computes over the cache's blocks on one thread.
+One thread computes, and reads and writes the KV in the cache's blocks.
 """
 
 from __future__ import annotations

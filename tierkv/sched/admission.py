@@ -760,11 +760,11 @@ class Growth:
         return True
 
     def holds_up(self, space: str) -> bool:
-        """Return whether a new request of this space must wait until a running request has grown.
+        """Return whether a new request of `space` must wait, because running requests lack blocks.
 
-        A running request that waits because the device is full goes before all new requests. One
-        that waits because the quota of its space is full goes only before new requests of the same
-        space.
+        While a running request waits for more blocks because the device is full, no new request is
+        admitted. If the request waits because the quota of its space is full, only new requests of
+        the same space are held up.
         """
         return any(
             request not in self._short_of_quota or request.space == space
@@ -1069,10 +1069,13 @@ class Admissions:
         return bool(self._running.by_id) if space is None else self._running.has_space(space)
 
     def _unblock(self, first: Waiting, space: str | None = None) -> bool:
-        """Release fetched blocks of one waiting request (of `space`, or any) to make room.
+        """Make room by releasing blocks of a waiting request.
 
-        If no request has such blocks, `first`, the next request to admit, gives up its partly
-        shared block. Return False if `first` uses none either.
+        Return False if nothing can be released.
+
+        The last request in the queue that has fetched blocks gives them up; with `space`, only
+        requests of that space are considered. If no request has fetched blocks, `first`, the next
+        request to admit, no longer reuses the block of which it shares only the first tokens.
         """
         if self._line.release_last_fetched(space):
             return True

@@ -387,12 +387,11 @@ class CacheEvents:
             self._lose(list(islice(self._stored, _GO_AT_ONCE)))
 
     def asking(self) -> Callable[[bytes], None]:
-        """Prepare for a lookup in storage.
+        """Return a function that records which blocks a lookup did not find in storage.
 
-        Returns:
-            A function to call with the digest of a block that storage does not have. It publishes
-                that this block and all blocks after it cannot be read from storage, except blocks
-                that were published after the lookup began.
+        Call `asking` before the lookup, and the returned function with the key of each block that
+        is missing. The function publishes events that the block and its successors have left
+        storage. Blocks that were stored after the call of `asking` are excluded.
         """
         since = self.now()
 

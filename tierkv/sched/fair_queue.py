@@ -205,7 +205,8 @@ class WaitingLine:
     def admitted(self, waiting: Waiting) -> None:
         """Remove an admitted request from the queue.
 
-        Each lower priority whose next request is older counts as passed over once more.
+        If the next request of a lower priority is older than the admitted request, the lower
+        priority counts as passed over once more.
         """
         for priority, level in self._levels.items():
             if priority == waiting.priority:

@@ -944,7 +944,7 @@ class _Fetch:
 
 
 def _is_gap(problem: GetOutcome) -> bool:
-    """Return whether the fetch ended because storage does not have the next block."""
+    """Return True if `problem` says that storage lacks a block; False if the host lacks a slot."""
     return problem.status is GetStatus.MISS and problem is not NO_ROOM
 
 

@@ -785,7 +785,10 @@ class Running:
         return self._of_space.get(space, _NO_USE)
 
     def use_of(self, space: str) -> SpaceUse:
-        """Return the counts of a space, to put into a new request as `Request.use`."""
+        """Return the numbers of running requests and of private blocks of one space.
+
+        A new request gets this object as its `use`.
+        """
         use = self._of_space.get(space)
         return SpaceUse() if use is None else use
 

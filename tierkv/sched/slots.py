@@ -1,4 +1,4 @@
-"""Slots of device and host, the slots that copies use outside the index, and the copies' tasks."""
+"""Allocation of device and host slots, and the running copies that use slots."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Work:
             raise ShuttingDownError("this node has shut down")
 
     def on_capacity(self, listener: Callable[[], None]) -> None:
-        """Call `listener` on each `capacity_changed`, when slots may have become free."""
+        """Register `listener`, a function to call whenever slots may have become free."""
         self._listeners.append(listener)
 
     def capacity_changed(self) -> None:

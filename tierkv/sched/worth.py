@@ -483,12 +483,14 @@ class Decision:
 
 @dataclass(slots=True)
 class Estimator:
-    """One node's rule for fetching or computing, with the speeds that the rule compares.
+    """The choice between fetching blocks from storage and computing them, on one node.
+
+    The estimator compares the measured speeds of storage and of the engine.
 
     Attributes:
         bytes_per_token: KV bytes of one token.
-        prefill: speed of the engine.
-        tier: speed of storage.
+        prefill: measured speed at which the engine computes prompts.
+        tier: measured speed of storage.
     """
 
     bytes_per_token: float

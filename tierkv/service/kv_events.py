@@ -149,16 +149,19 @@ class KvEventPublisher:
 
     @asynccontextmanager
     async def running(self, events: CacheEvents, index: Index) -> AsyncIterator[None]:
-        """Publish events while the body runs; at its end publish that nothing is cached.
+        """Publish cache events to subscribers (ZeroMQ) until the `async with` block ends.
 
-        Without an endpoint in the settings, nothing is published.
+        At the start and at the end, an event says that this node has no cached blocks. Nothing is
+        published if the settings have no endpoint.
 
         Args:
-            events: the events of the cache.
-            index: the index of cached blocks, from which all of them can be published again.
+            events: the cache events to publish.
+            index: the index of cached blocks, from which the complete content of the cache can be
+                published again.
 
         Raises:
-            ConfigError: an address cannot be listened on, or the package is missing.
+            ConfigError: an address in the settings cannot be listened on, or the ZeroMQ package is
+                missing.
         """
         if not self._settings.endpoint:
             yield

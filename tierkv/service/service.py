@@ -336,15 +336,16 @@ class Service:
         return self._storage_tier.store
 
     async def attach_storage(self, store: str | Store, *, tenant: str = "") -> None:
-        """Open a store and use it from now on, in place of the attached one, if any.
+        """Open a store and use it from now on. It replaces a store attached for the same tenant.
 
-        If opening fails, the earlier store stays attached.
+        If the new store cannot be opened, the earlier store stays attached.
 
         Args:
             store: the store, or its URL.
-            tenant: name of the space to keep in this store: from `open_fingerprint`, or
-                `Fingerprint.short` of the service's own fingerprint. "" for the common store, which
-                has all tickets, and the blocks of all spaces without a store of their own.
+            tenant: short form of the fingerprint whose blocks go to this store: the result of
+                `open_fingerprint`, or `Fingerprint.short` of the service's own fingerprint. ""
+                attaches the common store, which contains all tickets, and the blocks of all
+                fingerprints without a store of their own.
 
         Raises:
             ConfigError: the URL names no store, or this service cannot open stores by URL.

@@ -595,10 +595,7 @@ class TenantCodecs:
         self._make(key)
 
     def __call__(self, fingerprint: str) -> Codec:
-        """Return the codec of a fingerprint, given in its short form.
-
-        The short form is the second field of a value's name.
-        """
+        """Return the codec for values of one fingerprint (`Fingerprint.short`)."""
         codec = self._codecs.get(fingerprint)
         if codec is None:
             key = self._key and _derive(self._key, b"tierkv tenant v1" + fingerprint.encode())

@@ -172,7 +172,10 @@ class ValueFiles:
             raise _failure(name, error) from error
 
     def put(self, item: PutItem) -> PutOutcome:
-        """Write one value, evicting others if there is no room; return the outcome."""
+        """Write one value, and evict other values if the file system is full.
+
+        Return the outcome.
+        """
         try:
             for _ in range(_MAX_EVICTIONS):
                 num_evictions = self._room.num_evictions

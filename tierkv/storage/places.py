@@ -203,7 +203,10 @@ class Places:
 
     @property
     def attached(self) -> Mapping[str, Store]:
-        """The attached stores, by route."""
+        """The attached stores, by the `prefix:fingerprint` of their names.
+
+        "" for the common store.
+        """
         every = {"": self._common} | self._own
         return {route: one.store for route, one in every.items() if one is not self._nothing}
 

@@ -868,7 +868,16 @@ async def are_all_present(
 
 @dataclass(slots=True)
 class Read:
-    """The read of one stored value, into a host slot or into a buffer for assembling a block."""
+    """The read of one stored value into host memory.
+
+    Attributes:
+        at: index of the block among the keys of the fetch.
+        shard: the shard whose slice of the block is read.
+        item: the request for the store.
+        header: buffer for the value's header.
+        payload: buffer for the bytes after the header.
+        outcome: result of the read.
+    """
 
     at: int  # index of the key
     shard: Shard

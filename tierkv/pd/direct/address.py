@@ -152,20 +152,20 @@ class Channel:
         self._nonce = await self._reader.readexactly(NONCE_BYTES)
 
     async def send_ask(self, ask: DirectAsk, secret: bytes) -> None:
-        """Send a question.
+        """Send the claimer's question for a ticket's blocks to the producer.
 
         Args:
             ask: the question.
-            secret: secret for the ticket's blocks, from the ticket's address.
+            secret: secret for the ticket's blocks, from the `DirectAddress` in the ticket.
         """
         await self._send(codec.seal(_ASK, _VERSION, ask), secret)
 
     async def send_answer(self, answer: DirectAnswer, secret: bytes) -> None:
-        """Send an answer.
+        """Send the producer's answer to the claimer, authenticated with `secret`.
 
         Args:
             answer: the answer.
-            secret: secret for the ticket's blocks, with which the question was sent.
+            secret: secret for the ticket's blocks, the same as in the claimer's question.
         """
         await self._send(codec.seal(_ANSWER, _VERSION, answer), secret)
 
@@ -233,13 +233,14 @@ class Channel:
 
 
 def secret_of(node_secret: bytes, offer: str) -> bytes:
-    """Return the secret for the blocks of one ticket, 16 bytes, which is written into the ticket.
+    """Return the secret, 16 bytes, with which a claimer may ask for the blocks of one ticket.
 
-    Only processes that can read the ticket can therefore ask for its blocks.
+    The secret is written into the ticket. Only processes that can read the ticket can therefore ask
+    for its blocks.
 
     Args:
-        node_secret: secret of the producer's process.
-        offer: name of the ticket's blocks at the server.
+        node_secret: secret of the producer's process, from which the result is derived.
+        offer: name under which the producer offers the ticket's blocks.
     """
     return hmac.digest(node_secret, offer.encode(), "sha256")[:_MAC_BYTES]
 
@@ -277,7 +278,7 @@ def near_listener(backlog: int) -> socket.socket | None:
 
 
 def name_of(here: socket.socket) -> str:
-    """Return the name of a listening Unix socket, which `connect_near` needs."""
+    """Return the abstract name of a listening Unix socket, to which other processes connect."""
     name: bytes = here.getsockname()
     return name[1:].decode()
 

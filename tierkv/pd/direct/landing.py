@@ -2,8 +2,9 @@
 
 The copies bypass both host tiers:
 
-acquire device slots -> copy the producer's blocks
-    -> check that the producer kept them in place until then -> insert them into the index
+    acquire device slots -> copy the producer's blocks
+        -> check that the producer did not move or evict the blocks during the copies
+        -> insert the blocks into the index
 """
 
 from __future__ import annotations
@@ -170,7 +171,10 @@ class Landing:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Allow copies while the body runs; then close other nodes' memory after the last copy."""
+        """Allow copies from other nodes' memory inside the `async with`.
+
+        On leaving it, wait for running copies, then unmap the other nodes' memory.
+        """
         async with self._threads.running():
             try:
                 async with supervised({"tierkv-landing": self._keep_closing}):

@@ -359,9 +359,10 @@ class Offers:
                 )
 
     def _read_and_check(self, peer: Peer, reads: Sequence[_Read]) -> list[int]:
-        """Read and check blocks; return `_Read.at` of each block that arrived intact.
+        """Read blocks from the producer's memory into host slots, and check them.
 
-        The call blocks, so it runs in a thread.
+        The result contains the field `at` of each read whose block arrived intact. The call blocks
+        its thread.
         """
         part = self._storage.slices.parts[0]
         payloads = [part.payload(read.slot, read.key.num_tokens) for read in reads]

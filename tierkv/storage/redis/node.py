@@ -199,9 +199,9 @@ T = TypeVar("T")
 
 
 class Purpose(Enum):
-    """The purpose of a request. Each purpose has its own connections.
+    """The kinds of requests to a Redis server, each with connections of its own.
 
-    A QUESTION is a command with a short reply, such as EXISTS.
+    READ and WRITE transfer values. QUESTION is a command with a short reply, such as EXISTS.
     """
 
     READ = "read"

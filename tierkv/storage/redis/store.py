@@ -410,10 +410,11 @@ def _is_cut(reply: Reply | Unanswered) -> bool:
 
 
 def _parse_cursor(cursor: str | None) -> list[int]:
-    """Return the numbers in a cursor: SCAN's position, and CRCs of the servers' addresses.
+    """Return the numbers in a listing's cursor; [0] if `cursor` is None (a new listing).
 
-    The last address is of the server that is being listed. Listings of the other servers are
-    complete.
+    The first number is the cursor of SCAN on the server that is being listed. Each other number is
+    the CRC of a server's address: first the servers that are completely listed, then the server
+    that is being listed.
     """
     if cursor is None:
         return [0]

@@ -541,16 +541,18 @@ class Wire:
 
     Args:
         pipe: the connected socket.
-        pace: the time limit of a request and its reply.
-        stats: the totals to which this connection adds.
-        send_budget: the bytes that may still be sent in this event loop iteration.
-        in_flight_limit: the limit on the bytes of values in flight, shared with other connections.
-        owner: submits requests, and retries them after a failure.
+        pace: time limit of a request and its replies: a fixed time, plus a time for each byte.
+        stats: counters of all connections, to which this connection adds.
+        send_budget: bytes that may still be sent in this iteration of the event loop, shared with
+            other connections.
+        in_flight_limit: limit on the bytes of values in flight, shared with other connections.
+        owner: the object that submits requests, and submits them again after a failure.
 
     Attributes:
         is_lost: True once the socket is closed.
         has_answered: True once the server has answered a command.
-        is_ready: True after the login, when callers' requests may be submitted.
+        is_ready: True once the login has succeeded; requests that read and write values may then be
+            submitted.
     """
 
     def __init__(
