@@ -84,7 +84,9 @@ def load_traced(
     *,
     other_kind: type | None = None,
 ) -> tuple[T, dict[str, str]]:
-    """Load settings as `load` does, and also return the source of each value.
+    """Load settings from a file, environment variables and options; return also the source of each.
+
+    Options override environment variables, which override the file.
 
     Args:
         kind: class of the settings: a msgspec struct with one field per table.

@@ -54,7 +54,10 @@ class Action(Protocol):
 
 
 class Envelope(Protocol):
-    """The part of an envelope that is read; the types of tierkv, vLLM and SGLang have it."""
+    """The fields of a router's hints (`kv_hints`) that tierkv reads.
+
+    `KvHints` and the hint types of vLLM and SGLang have these fields.
+    """
 
     @property
     def protocol_version(self) -> str: ...

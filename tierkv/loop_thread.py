@@ -79,14 +79,16 @@ class LoopThread:
         self._is_forked = False
 
     def open(self, timeout_s: float) -> bool:
-        """Start the thread, and wait until it has entered the context manager of `lifetime`.
+        """Start the thread and its event loop, and wait until it is ready for work.
+
+        The thread first enters the context manager that the argument `lifetime` of the class makes.
 
         Args:
-            timeout_s: seconds to wait. If they pass, the thread begins to close.
+            timeout_s: seconds to wait. After this time the thread begins to close.
 
         Returns:
             True if the thread accepts work now; False if the time was not enough, or if another
-            thread asked it to close.
+                thread asked it to close.
 
         Raises:
             ConfigError: the thread was opened before, or the system cannot start another thread.

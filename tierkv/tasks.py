@@ -37,8 +37,9 @@ _on_failure: ContextVar[OnFailure | None] = ContextVar("tierkv_on_failure", defa
 def failures_reported_to(on_failure: OnFailure) -> Iterator[None]:
     """Call `on_failure` as soon as a task of a `task_group` fails with an unexpected error.
 
-    This applies to groups that are entered inside the body. A group itself raises an error only
-    after all of its tasks have ended. A TierKVError is expected, and not reported.
+    This applies to groups that are entered inside the `with` block. Without this context manager, a
+    group raises the error only after all of its tasks have ended. A TierKVError is expected, and
+    not reported.
 
     Args:
         on_failure: called with the name of the task and its error.
@@ -166,13 +167,13 @@ async def _supervise(name: str, start: Callable[[], Coroutine[None, None, None]]
 
 
 class deadline:  # noqa: N801 - as contextlib.suppress; a generator took 5 us more
-    """An async context manager that raises `late()` if its body takes longer than `seconds`.
+    """Async context manager that cancels the code inside after `seconds` and raises `late()`.
 
-    A TimeoutError that the body raises itself passes unchanged.
+    A TimeoutError that this code raises itself is not replaced.
 
     Args:
-        seconds: the time limit; None for no limit. The body can change the limit through the
-            `asyncio.Timeout` that `async with` provides.
+        seconds: the time limit; None for no limit. `async with` provides the `asyncio.Timeout`, by
+            which the limit can be changed.
         late: makes the error to raise.
     """
 

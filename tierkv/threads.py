@@ -1,4 +1,7 @@
-"""Threads that are started in advance, so that a limit of threads cannot fail work later."""
+"""Threads that are started in advance, so that no later work fails for want of a thread.
+
+The operating system limits the number of threads.
+"""
 
 from __future__ import annotations
 

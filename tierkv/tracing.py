@@ -96,16 +96,16 @@ def join() -> None:
 
 
 def span(name: str, **about: Value) -> AbstractContextManager[Any]:
-    """Return a context manager that traces its body as a span.
+    """Return a context manager that records an OpenTelemetry span.
 
-    Spans that begin in the body become children of this span.
+    Spans that begin inside it become children of this span.
 
     Args:
         name: name of the span, without the prefix "tierkv.".
         **about: attributes of the span.
 
     Returns:
-        The context manager. It provides the span, or None if tracing is off.
+        The context manager, which provides the span, or None if tracing is off.
     """
     if _tracer is None:
         return _NOTHING
@@ -114,14 +114,16 @@ def span(name: str, **about: Value) -> AbstractContextManager[Any]:
 
 @contextmanager
 def serving(name: str, headers: Mapping[str, str]) -> Iterator[Any]:
-    """Trace the body as a span that answers an HTTP request, a child of the caller's span if any.
+    """Trace the `with` block as a span: the handling of one HTTP request.
+
+    If the request's headers name a span of its sender, the new span is a child of that span.
 
     Args:
-        name: name of the span.
-        headers: headers of the request, in which the caller names its span.
+        name: name of the new span.
+        headers: headers of the request.
 
     Yields:
-        The span; None if tracing is off.
+        The new span; None if tracing is off.
     """
     if _tracer is None:
         yield None
@@ -203,9 +205,9 @@ def is_on() -> bool:
 
 
 def context() -> contextvars.Context | None:
-    """Return a context for callbacks and threads.
+    """Return a context in which callbacks and threads can run.
 
-    Spans made in it are children of the current span.
+    Spans that begin in the context become children of the current span.
 
     Returns:
         The context; None if tracing is off.

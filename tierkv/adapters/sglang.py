@@ -114,10 +114,11 @@ class TierKVHiCache(HiCacheStorage):
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object]) -> None:
-        """Open the store that the extra config names.
+        """Open the store that `storage_config.extra_config["store"]` names.
 
         Raises:
-            ConfigError: the extra config is wrong.
+            ConfigError: the extra config (SGLang's option --hicache-storage-backend-extra-config)
+                names no store, does not set interface_v1, or has a wrong setting.
             StoreUnavailableError: the store cannot be used.
         """
         extra: Mapping[str, Any] = storage_config.extra_config or {}
@@ -442,7 +443,7 @@ class _HostPages:
         self.parts_by_rank = [parts[at : at + per_rank] for at in range(0, len(parts), per_rank)]
 
     def rows(self, host_indices: torch.Tensor | None, num_pages: int) -> list[int]:
-        """Return the numbers of the pages that the tokens' indices fill, in the same order.
+        """Return the numbers of the pages whose tokens are listed in `host_indices`, in order.
 
         LayoutError is raised if the indices are not `num_pages` whole pages.
         """
@@ -470,9 +471,10 @@ class _HostPages:
         return self._meta(torch.arange(page * size, (page + 1) * size))
 
     def _meta(self, host_indices: torch.Tensor) -> tuple[_Ints, _Ints]:
-        """Return the address and the bytes of each part of each page.
+        """Return the address and the size in bytes of each part of each page.
 
-        Both arrays are empty for a pool without bytes.
+        Parts of a page are, for example, its keys and its values. Both arrays are empty for a pool
+        without bytes.
         """
         if self._num_ranks > 1:
             meta = self._pool.get_split_heads_page_buffer_meta(host_indices, self._num_ranks)
@@ -518,9 +520,10 @@ def _all_of(futures: Sequence[Future[list[bool]]], num_pages: int) -> list[bool]
 
 
 def _ends(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
-    """Return the lengths, in pages, of the prefixes that one pool can restore.
+    """Return the numbers of leading pages that could be reused, judged by one host pool.
 
-    `there` has one bool for each of the prompt's leading pages: True if it is stored.
+    The argument `there` has one bool for each of the prompt's leading pages: True if this pool's
+    page is stored.
     """
     # A sliding-window pool needs only the last pages of a prefix, other pools need all pages.
     is_window = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES

@@ -320,12 +320,12 @@ class _DeviceRoom:
 
 @dataclass(slots=True)
 class _Load:
-    """A running copy of cached blocks from the host to the device.
+    """A running copy of cached blocks from the host to the device, for one sequence.
 
     Attributes:
-        key: name of the lookup in the engine cache.
-        number: number of the load's plan.
-        valid: number of the sequence's leading tokens that the load does not write.
+        key: name of the sequence's lookup in the engine cache.
+        number: number of the plan that the copy carries out.
+        valid: number of the sequence's leading tokens whose KV is on the device already.
     """
 
     key: str
@@ -512,9 +512,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def sequence(self, prompt: torch.Tensor | None = None) -> Iterator[Self]:
-        """Begin a new text, which all calls of the model in the body compute part by part.
+        """Begin a new token sequence, which the calls of the model inside the `with` continue.
 
-        The KV of the text is cached at the end of the body. `generate` enters a sequence by itself.
+        On leaving the `with`, the KV of all tokens of the sequence is cached. `generate` enters a
+        sequence by itself.
 
         Args:
             prompt: token ids [1, tokens] that the model will be given first; their cached part
@@ -807,7 +808,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._moves.wait_layer(self._load, layer)
 
     def _keep(self) -> None:
-        """End the current text: record its tokens, and start copying its new blocks to the host."""
+        """End the current sequence: record its tokens and start copying new blocks to host."""
         self._kept()
         if not self._is_whole:
             self._start_anew()
@@ -1201,9 +1202,9 @@ def _rope_types(value: object) -> Iterator[str]:
 
 
 def _computed(model: PreTrainedModel, num_tokens: int, last: int = 0) -> DynamicCache:
-    """Compute a prompt, and return its KV.
+    """Compute a prompt of `num_tokens` tokens, to measure or examine a model; return its KV.
 
-    The prompt has token 0 in its first half, and token `last` in its second half.
+    The tokens of the prompt's first half are 0, and those of its second half are `last`.
     """
     cache = DynamicCache(config=model.config)
     taken = inspect.signature(model.forward).parameters
@@ -1271,10 +1272,11 @@ def states_of_one_token(model: PreTrainedModel, *, remedy: str = _REMEDY) -> lis
 
 
 def layout_of(states: Sequence[torch.Tensor], block_size: int) -> Layout:
-    """Return the layout of blocks with the given keys and values.
+    """Return the layout of blocks for a model, given the keys and values of one token.
 
     Args:
-        states: keys and values of one token by layer, [1, heads, 1, dim] each.
+        states: keys of layer 0, values of layer 0, keys of layer 1, and so on, [1, heads, 1, dim]
+            each. Only their shapes and types are used.
         block_size: tokens of a block.
     """
     widths = [one.numel() * one.element_size() for one in states]

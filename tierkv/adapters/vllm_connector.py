@@ -906,7 +906,11 @@ class _SchedulerSide:
         return (num_tokens - 1) // self._align * self._align
 
     def _track(self, request: Request) -> _Tracked | None:
-        """Return the record of a new request; None if its token ids do not determine its KV."""
+        """Make and return the record of a new request; None for a request that is not cached.
+
+        Requests with prompt embeddings, and resumable ones, are not cached, because their token ids
+        alone do not determine their KV.
+        """
         is_plain = request.prompt_embeds is None and not request.resumable
         if not is_plain or not request.prompt_token_ids:
             return None
@@ -1283,10 +1287,10 @@ class _SchedulerSide:
     def _hashes(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> list[list[ExternalId | None]]:
-        """Return, by cache group, vLLM's hash of each block; None for a partial block.
+        """Return vLLM's hash of each given block of a request, in one list per cache group.
 
-        `firsts` has, for each cache group, the number of the request's block that the first entry
-        of its list in `block_ids` is for.
+        A tail has None instead of a hash. `firsts` has, for each cache group, the position in the
+        request of the first block in that group's `block_ids`.
         """
         size = self._kv.hash_block_size or self._groups[self._main].block_size
         hashes = request.block_hashes
@@ -1364,7 +1368,10 @@ class _SchedulerSide:
             self.cache.flush()
 
     def _record_speed(self) -> None:
-        """Record the tokens and seconds of a prefill step, to estimate the cost of computing."""
+        """Record how many tokens the ended scheduler step computed, and in how many seconds.
+
+        The speed is compared with that of fetching. Steps with few tokens are not recorded.
+        """
         num_tokens, planned_at = self._computing.popleft()
         now = time.perf_counter()
         seconds = now - max(planned_at, self._heard_at)  # the next may be planned before this ends
@@ -1399,10 +1406,9 @@ class _SchedulerSide:
         self.cache.keep_session(session, prompt, self.settings.session_ttl_s)
 
     def pop_counts(self) -> TierKVStats | None:
-        """Return the counts since the last call, or None.
+        """Return tierkv's counts since the last call, for vLLM's metrics; None without any.
 
-        The result is None if there are no counts. While requests run, it is also None in steps in
-        which no save may begin.
+        While requests run, the counts are returned only in steps in which saves can begin.
         """
         if not self._counts or (self._tracked and not self._is_saving_step):
             return None
@@ -1556,7 +1562,10 @@ def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
 
 def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
-    """Return device blocks, with NO_BLOCK in place of vLLM's null blocks (id 0)."""
+    """Return a request's block table with NO_BLOCK in place of null blocks (id 0).
+
+    vLLM has null blocks for positions that a cache group without full attention no longer needs.
+    """
     if group.kind is GroupKind.FULL:
         return table
     return [block or NO_BLOCK for block in table]

@@ -150,10 +150,10 @@ class Node:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open all parts of the node, run the body, and close the parts in reverse order.
+        """Open all parts of the node; close them in reverse order when the `async with` block ends.
 
-        At the end of the body, running requests are cancelled, publishes and copies are awaited,
-        and the service checks that no block or lease was lost.
+        At the end, running requests are cancelled, publishes and copies are awaited, and the
+        service checks that no block or lease was lost.
 
         Raises:
             StoreUnavailableError: The store does not answer.
@@ -250,13 +250,14 @@ class Node:
         return len(self._working)
 
     def work(self) -> CallUnderWay:
-        """Return a context manager that counts its body as a running request.
+        """Return a context manager that registers one running request.
 
         A shutdown waits for running requests.
 
         Raises:
             NotReadyError: The node is still starting.
-            ShuttingDownError: The node is shutting down, or a shutdown cancelled the body.
+            ShuttingDownError: The node is shutting down. The context manager also raises this error
+                if a shutdown cancels the request.
         """
         self.check_started()
         if self.is_draining:
@@ -264,13 +265,14 @@ class Node:
         return self._working.call()
 
     def call(self) -> CallUnderWay:
-        """Return a context manager that counts its body as a running request, even in a shutdown.
+        """Return a context manager whose `with` block counts as a running request.
 
-        Use it for calls about requests that run already, such as an abort.
+        A node that shuts down waits for the block and still accepts the call. Use it for calls
+        about requests that run already, such as an abort.
 
         Raises:
             NotReadyError: The node is still starting.
-            ShuttingDownError: A shutdown cancelled the body.
+            ShuttingDownError: A shutdown cancelled the block.
         """
         self.check_started()
         return self._working.call()
@@ -280,14 +282,17 @@ class Node:
         self.service.drain()
 
     def end_grace(self) -> None:
-        """Cancel running publishes, and make `idle` cancel running requests at once."""
+        """Cancel running publishes now. During a shutdown, also cancel running requests now.
+
+        A shutdown that begins later (`idle`) cancels running requests without waiting for them.
+        """
         self.service.publishings.give_up()
         self._working.end_grace()
 
     async def idle(self, *, grace_s: float) -> None:
-        """Wait until no request runs.
+        """Wait until no request runs; cancel requests that still run after `grace_s` seconds.
 
-        Requests that still run are cancelled after `grace_s` seconds, or by `end_grace`.
+        A call of `end_grace` cancels them earlier.
         """
         await self._working.idle(grace_s=grace_s)
 

@@ -132,7 +132,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class Answering:
-    """One call of a route that computes, until the call is answered.
+    """A call to generate or prefill, from its start until the answer has been sent.
 
     Attributes:
         job: The request to the engine.
@@ -157,10 +157,11 @@ class Answering:
 async def streaming(
     request: web.BaseRequest, answer: Answering, tokenizer: Tokenizer
 ) -> AsyncIterator[None]:
-    """Stream the tokens of `answer.job` to the client while the body computes the answer.
+    """Stream the tokens of `answer.job` to the client while the `async with` block runs.
 
-    If the client disconnects, the body is cancelled. An error of the body is raised if nothing has
-    been sent yet; otherwise it is sent to the client as the event `error`.
+    If the client disconnects, the block is cancelled. If the block raises an error before a token
+    was sent, this context manager raises the error. A later error is sent to the client as the
+    event `error`.
 
     Args:
         request: The HTTP request to answer.

@@ -134,7 +134,10 @@ class EvictionOrder:
             self.queue(node)
 
     def queue(self, node: TreeNode) -> None:
-        """Queue a node for eviction; the node must be a candidate."""
+        """Queue a node for eviction.
+
+        The node must have blocks on the tier, no lease, and no child with blocks on the tier.
+        """
         if self.memory is None:
             self._push(node)
             return
@@ -212,10 +215,11 @@ class EvictionOrder:
         return node, stop - max_blocks if max_blocks < stop else 0, stop
 
     def victims(self, count: int) -> list[Victim]:
-        """Return up to `count` blocks to evict next, and evict nothing.
+        """Return the blocks that would be evicted next, at most `count`; evict none.
 
-        Candidates follow in the order of eviction, and the blocks of each candidate from its end.
-        The result has fewer blocks if no more can be evicted.
+        A `Victim` is a range of blocks of one node. The result is in the order of eviction, and of
+        each node the last blocks come first. If fewer than `count` blocks can be evicted, all of
+        these are returned.
         """
         victims: list[Victim] = []
         tier = self.tier
@@ -348,12 +352,13 @@ class EvictionPolicy:
         raise NotImplementedError
 
     def spares(self, node: TreeNode) -> bool:  # noqa: ARG002
-        """Raise the rank of the next node to evict, if the policy wants to evict it later.
+        """Let the next node to evict stay longer, if the policy wants that.
 
-        A second call for the same node returns False, unless the node was matched in between.
+        A second call for the same node returns False, unless a request has matched the node in
+        between.
 
         Returns:
-            True if the rank has changed, so that another node may be the next.
+            True if the node's rank has increased, so that another node may be the next to evict.
         """
         return False
 

@@ -50,18 +50,20 @@ class TokensAt(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers of an engine with a common layout and a common rule of needed blocks.
+    """Layers of an engine with the same layout, which need the same blocks of a prompt.
 
     Attributes:
         layout: layout of a block. For a recurrent layer, a block is one saved state, and the block
             size is the number of tokens between two saved states.
-        kind: the rule of needed blocks.
+        kind: decides which blocks are needed: all blocks of the prompt so far (full attention),
+            those of the last tokens (sliding window), or the last recurrent state.
         window: number of last tokens that a sliding window needs; 0 for other kinds.
-        share: fraction of the host memory, between 0 and 1. None to divide the rest among all
-            groups without a fraction, so that each of them has room for equally many tokens.
+        share: fraction of the host memory for this group, between 0 and 1. Groups with None divide
+            the remaining memory, so that each has room for the same number of tokens.
 
     Raises:
-        ConfigError: `window` does not fit `kind`, or `share` is out of range.
+        ConfigError: a sliding window has no `window`, another kind has one, or `share` is out of
+            range.
     """
 
     layout: Layout
@@ -251,12 +253,11 @@ class FlatBlock:
 
 
 class FlatBlocks:
-    """The cached host blocks of a cache group that is not in the radix tree, by key.
+    """The host blocks of a cache group with gaps, which the radix tree cannot list, by key.
 
-    The radix tree has only unbroken sequences of blocks from the start of a prompt, but an engine
-    saves only some of the blocks of sliding windows and states. A block that `hold` does not
-    protect can be evicted; the least recently used one is first. Each slot is free, allocated to a
-    caller, or a block's.
+    The radix tree has only unbroken sequences of blocks from the start of a prompt. Engines save
+    only some blocks of sliding windows and recurrent states. Blocks that `hold` does not protect
+    can be evicted, the least recently used one first.
 
     Args:
         name: name of the tier in error messages.
@@ -336,7 +337,7 @@ class FlatBlocks:
         """Allocate `count` slots, or as many as possible; evict blocks that are not held.
 
         Returns:
-            The slots; `put` passes one to a block, `free` frees them.
+            The slots. Each one is later used for a block (`put`) or freed (`free`).
         """
         count = min(count, self._pool.num_free + len(self._unheld))
         while self._pool.num_free < count:

@@ -27,12 +27,12 @@ class MissCause(Enum):
 
 
 class HistoryEvent(msgspec.Struct, frozen=True, gc=False):
-    """An event by which a block left the cache, or did not get into it.
+    """An event that explains why a block is not in a tier, such as its eviction.
 
     Attributes:
         fate: the kind of event.
         tier: "device", "host" or "storage".
-        at: time of the event, in seconds on the caller's clock.
+        at: time of the event, in seconds of the event loop's clock.
         detail: more about the event, in words; "" for nothing more.
     """
 

@@ -57,20 +57,20 @@ _BY_USE: Final = (EvictionKind.LRU, EvictionKind.LRU)
 
 
 class Spaces:
-    """The roots of the radix tree and the eviction queues.
+    """The parts of the index for all fingerprints, and the eviction queues.
 
-    Each fingerprint (model, tenant, adapter ...) has a root. The part of the tree below it is the
-    fingerprint's space.
+    A fingerprint (model, tenant, adapter ...) has a tree of its own in the index, which is its
+    space.
 
     Args:
-        root_digest: root digest of the service's own fingerprint.
+        root_digest: root (hash) of the service's own fingerprint.
         policies: eviction policies of device and host; None for LRU.
 
     Attributes:
         order: eviction queues of device and host, with the nodes of all spaces.
         own_orders: by the name of each space with a quota: eviction queues of device and host with
             the nodes of this space only.
-        root: root of the service's own fingerprint.
+        root: root node of the tree for the service's own fingerprint.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class Spaces:
         self.own_orders.pop(name, None)
 
     def renew(self) -> None:
-        """Exclude all cached blocks from matches: give each space a new, empty root.
+        """Exclude all cached blocks from matches: give each space a new, empty tree.
 
-        Blocks with a lease stay below the old root, now called retired, until their leases end. A
-        request that held a lease before this call adds its new blocks there too.
+        Blocks with a lease stay in the old tree until their leases end; its root is now called
+        retired. A request that held a lease before this call adds its new blocks to the old tree.
         """
         for name, root in self._roots.items():
             if root.children or root.holders:
@@ -136,7 +136,7 @@ class Spaces:
         return [root for root in self._retired if name in (None, root.space.name)]
 
     def is_retired(self, node: TreeNode) -> bool:
-        """Return whether `node` is below a retired root (see `renew`): no prompt matches it."""
+        """Return whether `node` is in the tree of a space before a reset: no prompt matches it."""
         if not self._retired:
             return False
         while node.parent is not None:
@@ -203,7 +203,7 @@ class Spaces:
         return [root.space for root in self._roots.values()]
 
     def own_order(self, space: Space, tier: Tier) -> EvictionOrder | None:
-        """Return the eviction queue that has only one space's nodes.
+        """Return the eviction queue of one space, used when the space exceeds its quota.
 
         Args:
             space: the space.
@@ -898,15 +898,15 @@ class Index:
         return found
 
     def known_digests(self, node: TreeNode, stop: int) -> list[bytes]:
-        """Return those keys of a path's first blocks that were computed before.
+        """Return keys of a path's first blocks, without computing any.
 
         Args:
             node: the tree node at the end of the path.
-            stop: index of the block to stop before.
+            stop: position after the last block whose key is wanted.
 
         Returns:
-            The keys from block 0 up to the first block without a computed key, or up to `stop`; 32
-                bytes each.
+            The keys from block 0 up to the first block whose key was not computed before, or up to
+                `stop`; 32 bytes each.
         """
         found: list[bytes] = []
         for part, _, last in segments(node, 0, stop):
@@ -1195,7 +1195,9 @@ class Index:
             part.believe_stored(i, j, np.ones(j - i, np.bool_))
 
     def unmark_stored(self, node: TreeNode, start: int, stop: int) -> None:
-        """Undo `mark_stored` for blocks [start, stop) of a path.
+        """Record that blocks [start, stop) of a path are not in storage.
+
+        The blocks can then be written again.
 
         Args:
             node: the tree node at the end of the path.

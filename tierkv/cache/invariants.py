@@ -82,7 +82,10 @@ def _space_findings(index: Index, nodes: list[TreeNode], tier: Tier) -> list[str
 
 
 def _lease_findings(index: Index, nodes: list[TreeNode]) -> list[str]:
-    """Return violations of the rule that `holders` counts a node's leases and its held children."""
+    """Check that each node's `holders` counts its leases and its leased children.
+
+    The result has a sentence for each violation.
+    """
     wrong = []
     num_leases = 0
     for node in [*index.spaces.roots(), *index.spaces.retired(), *nodes]:
@@ -198,7 +201,10 @@ def _bytes_that_share(node: TreeNode) -> int:
 
 
 def _digests_of(node: TreeNode) -> bytes:
-    """Return the keys that a node should have stored; b"" if its parent's last key is unknown."""
+    """Compute the keys in `node.digests` again, from the tokens.
+
+    B"" if the parent's last key is unknown.
+    """
     parent = node.parent
     assert parent is not None, "the root is not listed"
     if parent.parent is None:

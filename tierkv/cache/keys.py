@@ -559,7 +559,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """The key of a block or tail (partial last block), with what its name in storage needs.
+    """The key of a block or tail (partial last block), with the other parts of its stored name.
 
     Attributes:
         digest: key of the block, 32 bytes.
@@ -567,9 +567,9 @@ class StoredKey:
         is_tail: True for a tail.
         space: short name of the fingerprint; "" for the fingerprint of the `Names` object that
             builds the name.
-        tail: content of the tail; None for a full block, or if the content is unknown. Storage
-            lists tails with known content under their parent, where prompts with similar tails find
-            them.
+        tail: content of the tail; None for a full block, or if the content is unknown. If the
+            content is known, a list in the store names the tail as a successor of the block before
+            it, so that prompts with a similar tail find it.
     """
 
     digest: bytes

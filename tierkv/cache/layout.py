@@ -123,7 +123,10 @@ class Layout:
 
     @cached_property
     def has_token_bytes(self) -> bool:
-        """True if every plane has `token_bytes`; tails are then stored without unused bytes."""
+        """True if every plane stores each token in a byte range of its own (`Plane.token_bytes`).
+
+        Only the used bytes of a tail are then stored.
+        """
         return all(plane.token_bytes is not None for plane in self.planes)
 
     @cached_property

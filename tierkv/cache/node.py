@@ -737,7 +737,14 @@ class TreeNode:
         space: Space,
         device: TierCopies,
     ) -> None:
-        """Make a node; `put_tokens` sets its tokens, `adopt` its key, and `on` its host slots."""
+        """Create a node without tokens, key and host slots; other methods set these.
+
+        Args:
+            uid: number of the node, unique in the index; 0 for roots.
+            parent: the node whose blocks come before; None for the root of a space.
+            space: the space of the node.
+            device: the node's blocks on the device; the node has as many blocks.
+        """
         num_blocks = device.num_blocks
         start = parent.end if parent is not None else 0
         self.uid = uid
@@ -810,10 +817,11 @@ class TreeNode:
             self.packed, self.packed_at = packed[start:stop], 0
 
     def keep_less(self, packed: bytes) -> None:
-        """Free the shared memory `packed`, if less than a quarter of it is still used.
+        """Stop using the memory `packed` for tokens if less than a quarter of it is still needed.
 
-        This node and the nodes above it that use `packed` get copies of their own tokens. Call this
-        method on the lowest node that uses `packed`, after nodes below it were removed.
+        Several nodes of one path can share `packed`, the tokens of a prompt. This node and the
+        nodes above it that share `packed` get copies of their own tokens instead. Call this method
+        on the lowest node that uses `packed`, after nodes below it were removed.
         """
         part, needed = self, 0
         while part.packed is packed and part.parent is not None:
@@ -960,7 +968,10 @@ class TreeNode:
     # Blocks at the end and at the start
 
     def append(self, tier: Tier, slots: Ids) -> None:
-        """Append blocks that are READY on `tier`; the caller must set the node's tokens anew.
+        """Append blocks to this node of the index. The blocks are READY on `tier`.
+
+        The node's tokens are not changed: the caller must set them to include the tokens of the new
+        blocks.
 
         Args:
             tier: the tier that has the blocks.

@@ -158,18 +158,19 @@ class ShardScheme:
         *,
         num_tokens: int | None = None,
     ) -> None:
-        """Fill `target`, the reader's slice, from the stored slices that `sources` names.
+        """Fill `target`, a rank's slice of one block, from the slices that other ranks have stored.
 
         Args:
-            reader: the rank that reads.
+            reader: the rank whose slice is filled.
             payloads: bytes of each stored slice by the rank that has written it, uint8 [stored
-                bytes]; all with the same number of ranks.
+                bytes]. The slices must contain all of the reader's slice, and be written by ranks
+                of one number of ranks.
             target: uint8 [stored bytes of the reader's slice], written.
             num_tokens: number of tokens of a partial block; None for a full block.
 
         Raises:
-            LayoutError: a slice is missing or has a wrong length; the content of `target` is then
-                undefined.
+            LayoutError: a slice is missing or has a wrong length, or the slices are of different
+                numbers of ranks; the content of `target` is then undefined.
         """
         sizes = {shard.size for shard in payloads}
         if len(sizes) != 1:
@@ -239,9 +240,10 @@ class ShardScheme:
     def _holder(
         self, plane: Plane, at: int, writers: int, nearest: Shard
     ) -> tuple[Shard, int, int]:
-        """Return a rank that has byte `at` of the heads, and the range of bytes that it has.
+        """Return a writing rank's shard that has byte `at` of a plane, and the shard's byte range.
 
-        The rank is `nearest` if that rank has the byte.
+        `at` and the range count the bytes of all heads of one token. With several such ranks,
+        `nearest` is preferred. `writers` is the number of ranks that have written slices.
         """
         for shard in (nearest, *(Shard(rank, writers) for rank in range(writers))):
             start, stop = self._range(plane, shard)

@@ -200,7 +200,10 @@ _GATEWAY_ROWS: Mapping[str, Mapping[str, str]] = {
 
 
 def _is_shown(seen: Seen, name: str, state: str) -> bool:
-    """Return True for every node of a gateway, and for a node's storage and faulty parts."""
+    """Return whether `tierkv status` prints this part.
+
+    A gateway's parts are all printed; a node's only if they are faulty, and storage always.
+    """
     return seen.role == _GATEWAY or name == "storage" or not state.startswith("ok")
 
 

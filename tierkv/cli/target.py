@@ -122,7 +122,10 @@ def tls_options(command: _Command) -> _Command:
 
 
 def node_options(command: _Command) -> _Command:
-    """Add the options of a node to a command, which receives them as the Target `node`."""
+    """Add the options --url, --ca and --cert to a command, and pass their values as a `Target`.
+
+    The command receives the `Target` as the argument `node`.
+    """
 
     @click.option(
         "--url",

@@ -38,7 +38,7 @@ _PROXY_NOT_NOW = (502, 503, 504)  # a proxy in front of the nodes reaches none o
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """The rule by which a failed call is retried.
+    """The number of attempts of a failing call, and the pauses between them.
 
     The pause before a retry is a random time, plus the seconds of the node's Retry-After header.
     The random time before the first retry is at most `first_s`; this limit doubles with each retry,
@@ -107,13 +107,15 @@ _MAX_RETRY_AFTER_S = 3600.0
 
 
 class Calls:
-    """Calls of the routes of one node. Use it inside `running()`.
+    """A client of one node, which calls HTTP routes and decodes the answers.
+
+    Use the object inside `running()`.
 
     Args:
         http: The connections to the node.
         timeout_s: Seconds for a whole call, its retries included. For a stream, seconds until the
             first event, and between two events.
-        retries: The rule by which failed calls are retried.
+        retries: Decides whether and when a failed call is retried.
     """
 
     def __init__(self, http: Http, timeout_s: float, retries: Retries) -> None:
@@ -135,7 +137,7 @@ class Calls:
         query: str = "",
         timeout_s: float | None = None,
     ) -> A:
-        """Call a route and return the decoded answer; failed calls are retried (see `Retries`).
+        """Call a route of the node, and return the decoded answer. Some failed calls are retried.
 
         Args:
             method: The HTTP method.
@@ -243,7 +245,7 @@ def named(body: B) -> B:
 
 
 def _encoded(body: msgspec.Struct | None, accept: str) -> tuple[Body | None, dict[str, str]]:
-    """Return the parts of the encoded body, or None for no body, and the headers of the call."""
+    """Return the encoded body (None if there is none) and the HTTP headers of a call."""
     headers = {"Accept": accept}
     if body is None:
         return None, headers

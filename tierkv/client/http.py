@@ -260,7 +260,7 @@ async def _in_pieces(body: Body) -> AsyncIterator[memoryview]:
 
 @contextmanager
 def translated(where: str) -> Iterator[None]:
-    """Convert errors of aiohttp, which the body raises, to a CallError or ConfigError.
+    """Convert errors of aiohttp that are raised inside the `with` to errors of tierkv's client.
 
     Args:
         where: The node's address, for error messages.

@@ -143,11 +143,11 @@ class Events:
 
 
 class TokenStream(Generic[A]):
-    """The tokens of one answer as they arrive. Iterate over it; then `answer` is set.
+    """An async iterator over the tokens of one answer; at its end, `answer` is available.
 
     Leaving the `async with` of the stream, also by a break, an error or a cancel, closes the
-    connection, and the node ends the work. The time that the caller spends between two tokens does
-    not count for the timeout.
+    connection, and the node stops computing. The time that the caller spends between two tokens
+    does not count for the timeout.
 
     Args:
         where: The node's address, for error messages.

@@ -44,7 +44,7 @@ def _die_with_parent() -> None:
 async def child(
     command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a process, and stop it at the end of the body, with SIGTERM, then SIGKILL.
+    """Start a process; stop it when the `async with` block ends, with SIGTERM, then SIGKILL.
 
     Args:
         command: program and arguments.

@@ -35,15 +35,16 @@ _TEXT_FOLLOW_UP = "\n\nAnd what happens to the blocks that nobody uses for a whi
 
 
 class Prompts(Protocol):
-    """The prompts of all scenes.
+    """The prompts that `tierkv demo` sends, and their sizes.
 
     Attributes:
         num_tokens: number of tokens of the first prompt.
         max_tokens: largest number of tokens of an answer.
         gateway_tokens: largest number of tokens of the answer through the gateway.
-        tokens_before_kill: number of tokens of that answer after which a decode node is killed.
+        tokens_before_kill: number of tokens of the answer through the gateway after which a decode
+            node is killed.
         question: the question at the end of the first prompt; "" for none.
-        room_tokens: number of tokens after the first prompt for which the device has room.
+        room_tokens: number of tokens that the device can hold in addition to the first prompt.
         shown_characters: number of characters of an answer to print.
     """
 
@@ -63,10 +64,10 @@ class Prompts(Protocol):
         ...
 
     def unrelated(self, number: int) -> Fields:
-        """Return another prompt, which evicts the conversation's blocks when it is computed.
+        """Return a prompt that shares no blocks with the conversation, and evicts its blocks.
 
         Args:
-            number: number of the prompt; each number gives a different one.
+            number: number of the prompt; each number gives a different prompt.
         """
         ...
 

@@ -215,8 +215,9 @@ class Embedded:
             ticket_id: id under which the other node publishes the prompt.
             tokens: the prompt.
             max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
-            policy: WHOLE: all tokens of the prompt must arrive. RECOMPUTE: `cached_tokens` may be
-                fewer, and the engine computes the rest.
+            policy: WHOLE: all tokens of the prompt must arrive. RECOMPUTE: the engine computes the
+                tokens that do not arrive. RECOMPUTE_ALL: the engine computes the whole prompt,
+                without a ticket.
             deadline_s: seconds to wait for the ticket; None for the service's setting.
             sampling: names and values of this engine's sampling settings. A ticket that was
                 published with other settings is refused as incompatible, and the error names the

@@ -203,9 +203,9 @@ class LocalHost:
 
     @property
     def names(self) -> HostNames | None:
-        """The engine's names of host blocks; None if no cache group has full attention.
+        """The ids that the engine has given to blocks on the host; None without full attention.
 
-        Only blocks of the first cache group of full attention have names here.
+        Only blocks of the first cache group of full attention are included.
         """
         return self._side.names
 
@@ -938,10 +938,10 @@ class EngineCache:
     def _given(
         self, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
     ) -> list[tuple[int, Sequence[int], array[int]]]:
-        """Return (cache group, positions, device blocks) for each cache group that has any block.
+        """Return (cache group, positions in the prompt, device blocks) for each group with blocks.
 
-        Positions are the numbers of the blocks in the prompt. Entries that are NO_BLOCK are left
-        out. BadRequestError is raised if the arguments do not fit the cache groups.
+        Negative ids (NO_BLOCK) are left out. BadRequestError is raised if an argument does not have
+        one element per cache group, or a position is negative.
         """
         if len(block_ids) != len(self.groups) or len(first_blocks) not in (0, len(block_ids)):
             raise BadRequestError(
@@ -1104,13 +1104,12 @@ class EngineCache:
         self._host.call(HostSide.note_prefill, num_tokens, seconds)
 
     def keep_session(self, session: str, prompt: Prompt, ttl_s: float) -> None:
-        """Mark the blocks of a conversation: they are evicted after all other host blocks.
+        """Keep a conversation's blocks on the host longer: other blocks are evicted before them.
 
         Args:
             session: id of the conversation.
-            prompt: the last turn's prompt and answer; only blocks that were saved before are
-                marked.
-            ttl_s: seconds until the mark ends; 0 to end it now.
+            prompt: the last turn's prompt and answer; only blocks that were saved before are kept.
+            ttl_s: seconds until the blocks are evicted in the usual order again; 0 for now.
         """
         self._host.call(HostSide.keep_session, session, prompt, ttl_s)
 

@@ -4,12 +4,12 @@
     EngineCache(node=NodeHost(path))     -- hello ---> the first engine decides the kind of blocks
     its ranks map the same memory        <- memory --- one host tier, one store
     lookup, load, save: as without node  -- calls ---> found blocks, slots for saves, tickets
-    its end, or death                    -- EOF -----> the engine's blocks and slots are released
+    connection ends                      -- EOF -----> the engine's blocks and slots are released
 
-An engine calls the node's `HostSide` over a Unix socket; the rest of its `EngineCache` and its
-ranks stay in the engine's process. Each process of the engine that may copy has one end of a socket
-pair open. The node gives the engine's host slots to other engines only after the last of these
-processes has closed its end.
+An engine calls the node's `HostSide` over a Unix socket. All other parts of its `EngineCache`, and
+its ranks, run in the engine's processes. Each of these processes that may copy keeps one end of a
+socket pair open. The node gives the engine's host slots to other engines only after the last of
+these processes has closed its end.
 """
 
 from __future__ import annotations
@@ -118,16 +118,17 @@ class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
 
 
 class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
-    """The node's answer to an accepted engine: sizes of the host slots, and their memory.
+    """The node's answer to an engine that it accepts: the numbers and sizes of the host slots.
 
-    With the record come one file descriptor for the memory of each cache group, and one for an end
-    of a socket pair. Every process of the engine that may copy keeps this end open.
+    File descriptors are sent with the answer: one for the memory of each cache group, and one for
+    an end of a socket pair. Each process of the engine keeps this end open while it may copy; after
+    the last has closed it, the node gives the engine's slots to other engines.
 
     Attributes:
-        num_slots: by cache group, the number of host slots.
-        block_bytes: by cache group, the bytes of a slot.
-        max_reserved: by cache group, the number of slots that the engine may have reserved for
-            saves; each answer to `reserve` updates it.
+        num_slots: number of host slots, by cache group.
+        block_bytes: bytes of a slot, by cache group.
+        max_reserved: largest number of slots that the engine may reserve for saves, by cache group;
+            each answer to `reserve` updates it.
     """
 
     num_slots: tuple[int, ...]
@@ -459,8 +460,8 @@ class EngineListener:
 
     Args:
         path: path of the socket; only processes of this user can connect.
-        why_not: called with an engine's key; returns the reason to refuse the engine, or "" to
-            accept it.
+        why_not: called with the access token that an engine has sent, "" for none; returns the
+            reason to refuse the engine, or "" to accept it.
     """
 
     def __init__(self, path: str, why_not: Callable[[str], str] = lambda _: "") -> None:
@@ -472,7 +473,7 @@ class EngineListener:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Bind the socket and accept connections during the body.
+        """Bind the socket; engines can connect until the `async with` block ends.
 
         Raises:
             ConfigError: the path cannot be bound.
@@ -499,7 +500,7 @@ class EngineListener:
     async def serving(
         self, side: HostSide, sizes: HostSizes, settings: EngineCacheSettings
     ) -> AsyncIterator[None]:
-        """Answer engines during the body.
+        """While the body runs, accept engines and carry out their calls on the host tier.
 
         Engines with a fingerprint other than that of `sizes` are refused.
 
@@ -837,7 +838,10 @@ class ExternalEngines:
 
     @asynccontextmanager
     async def running(self, service: Service) -> AsyncIterator[None]:
-        """Answer engines during the body; `service` has the host tier and the store."""
+        """Serve engines that connect to this node, until the `async with` block ends.
+
+        `service` has the host tier and the store that the engines use.
+        """
         settings = EngineCacheSettings()
         self._side = HostSide(service, self.sizes, settings)
         async with self._listener.serving(self._side, self.sizes, settings):

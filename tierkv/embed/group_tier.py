@@ -101,16 +101,16 @@ class _Asked(Enum):
 
 
 class _Valid:
-    """A sequence with the number of usable tokens of each block of a prompt.
+    """For each block of a prompt, the number of first tokens that are on host or in storage.
 
-    An item is computed when it is read. For a sliding window or a state only the last positions are
-    read.
+    An item is computed when it is read, because a sliding window or a recurrent state needs only
+    the last blocks.
 
     Args:
         tier: the cache group's tier.
         lookup: the prompt's lookup in this cache group.
         limit: number of the prompt's leading tokens to consider.
-        unknown: treatment of a block that was not looked up in storage.
+        unknown: the assumption about blocks that were not looked up in storage yet.
     """
 
     def __init__(self, tier: GroupTier, lookup: GroupLookup, limit: int, unknown: _Asked) -> None:
@@ -453,9 +453,8 @@ class GroupTier:
             slots: host slot of each block.
 
         Returns:
-            The number of blocks in `positions`, all of which lookups find now; and those of `slots`
-                that are not needed, because the host had their blocks already: the caller frees
-                these slots.
+            Two values: the length of `positions`; and those of `slots` whose blocks the host had
+                already in other slots. The caller must free the returned slots.
         """
         lookup, unused = self.begin_lookup(prompt), []
         pairs = list(zip(positions, slots, strict=True))

@@ -1,4 +1,7 @@
-"""The engine's names of blocks on the host; the engine's thread reads them without a call."""
+"""A table of the host's blocks by the names that an engine gives them.
+
+The engine's thread reads the table directly, without a call to the service's thread.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ from tierkv.sched.events import CacheEvent, CacheEventKind, ExternalId
 
 
 class HostNames:
-    """The engine's names of those blocks of one cache group that lookups find on the host.
+    """The ids that the engine has given to blocks on the host, for one cache group.
 
-    Only the service's thread writes, and any thread may read. An answer may be outdated at once,
-    because the service stores and evicts blocks at any time.
+    The engine can look up ids here without a call to the service. An answer may be outdated at
+    once, because the service stores and evicts blocks at any time. Only the service's thread
+    writes, and any thread may read.
 
     Args:
-        group: number of the cache group that is in the index. Other cache groups cannot be
-            used: their blocks of a prompt may have gaps on the host.
+        group: number of the cache group that is in the index. Other cache groups cannot be used,
+            because their blocks of a prompt may have gaps on the host.
     """
 
     wants_tokens = False

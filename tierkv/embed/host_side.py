@@ -251,21 +251,21 @@ class HeldRun:
 
 @dataclass(slots=True, eq=False)
 class HostPromise:
-    """Host blocks of a prompt's beginning, protected from eviction until an engine has loaded them.
+    """Host blocks of a prompt's beginning, protected until an engine has loaded them.
 
     Attributes:
         num_tokens: number of the prompt's leading tokens in these blocks.
         parts: by cache group, host slots of the blocks; the last block may be partial.
-        lease: the reference that protects the blocks in the index; None without any.
-        held: by cache group outside the index, the protected blocks.
+        lease: the lease of the blocks that are in the index; None if there are none.
+        held: the protected blocks of cache groups outside the index, by number of the group.
         ticket: the ticket that was claimed; None without one.
         problem: the error that prevented more tokens; None without an error.
         storage_tokens: number of tokens that were fetched from storage for this promise.
-        num_blocks: by cache group, the number of blocks that the promise counts as in the limit of
-            all promises, `EngineCacheSettings.max_promised`.
+        num_blocks: number of blocks by cache group, to compare the sum of all promises with the
+            limit `EngineCacheSettings.max_promised`.
         timer: ends the promise when it expires.
-        owner: has one entry while the promise protects blocks. To end the promise, a thread first
-            removes the entry, which only one thread can.
+        owner: has one element until the promise ends. A thread that ends the promise first removes
+            the element, which only one thread can.
     """
 
     num_tokens: int
@@ -335,10 +335,11 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The result of `HostSide.keep`.
+    """The result of adding blocks that an engine has saved to the host tier.
 
     Attributes:
-        num_blocks: for each prompt of the call, the number of its blocks that lookups find now.
+        num_blocks: for each saved prompt, the number of its blocks that were added, and that
+            lookups find now.
         unused: by cache group, the host slots that the engine may use for other saves: their blocks
             were on the host already, or were refused.
     """
@@ -390,9 +391,10 @@ class _PromiseFetch:
 
 
 class HostSide:
-    """The service's side of an engine's cache, for the methods of `EngineCache`.
+    """The host tier behind one or more `EngineCache`s: finds, fetches, saves and publishes blocks.
 
-    Construct it on the service's loop.
+    Construct the object in the thread of the service's event loop, and call all methods there; only
+    `take_events` may be called from any thread.
 
     Args:
         service: a running service, made with `sizes`, which has the index, the host slots and the
@@ -643,10 +645,10 @@ class HostSide:
             tier.note_answer(lookup, some, there)
 
     async def _longest(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return how many leading tokens, up to `bound`, all cache groups outside the index have.
+        """Return how many leading tokens of the prompt are cached in every group of `lookups`.
 
         Tokens on the host and in storage count. Storage is asked for all these cache groups at
-        once, in batches that grow.
+        once, in growing batches. The result is at most `bound`.
         """
         length, most = bound, _MIN_ASKED
         while True:
@@ -679,11 +681,14 @@ class HostSide:
     async def _fetch_all_groups(
         self, prompt: Prompt, keys: Sequence[StoredKey], fetch: _PromiseFetch, bound: int
     ) -> str | None:
-        """Fetch missing blocks of all cache groups, if this seems to be faster than computing.
+        """Fetch the blocks that the host lacks of the first `bound` tokens, for all cache groups.
 
-        Return the error that prevented some of them, or None. The wait ends with the budget. If the
-        request may compute the missing tokens, a fetch that has not ended by then continues in the
-        background, to measure the speed of storage; otherwise the fetch is cancelled.
+        Nothing is fetched if computing seems to be faster. The call waits for at most the remaining
+        time of `fetch.budget`. A fetch that takes longer continues in the background if the request
+        may compute the missing tokens, because its end tells the speed of storage; otherwise it is
+        cancelled.
+
+        The result is the reason why blocks were not fetched; None if there is no reason.
         """
         service, budget, promise = self._service, fetch.budget, fetch.promise
         assert promise is not None, "its request waits"
@@ -1310,7 +1315,8 @@ class HostSide:
     async def release_all(self) -> None:
         """Release all promises and reserved slots, because the engine closes its cache.
 
-        The method first waits up to 5 s until saved blocks are stored.
+        The method first waits, for at most 5 s, until running copies and writes to storage have
+        ended.
         """
         work = self._service.tiers.work
         try:

@@ -230,9 +230,9 @@ class PageStorage:
 
 
 class PagePool:
-    """The engine's pages with one identity, in its memory and in the store.
+    """Pages of one kind (model, layout, size ...) in an engine's memory, and their stored copies.
 
-    Made by `PageStorage.pool`.
+    `PageStorage.pool` makes this object.
     """
 
     def __init__(

@@ -133,15 +133,15 @@ class ServiceThread:
     def close(self, deadline_s: float | None = None) -> None:
         """Refuse new calls, wait for running calls and copies, and close the service.
 
-        Calls that still run after `grace_s` are cancelled. Further calls of `close` do nothing.
+        Calls that still run after `EmbedSettings.grace_s` seconds are cancelled. Further calls of
+        `close` do nothing.
 
         Args:
-            deadline_s: seconds to wait; None for `close_deadline_s`.
+            deadline_s: seconds to wait; None for `EmbedSettings.close_deadline_s`.
 
         Raises:
             CloseTimeoutError: the service was still closing after the deadline.
-            TierKVError: the service had stopped before with this error, and no call has reported
-                it.
+            TierKVError: the error that stopped the service earlier, if no call has raised it yet.
         """
         if not self._thread.close(deadline_s):
             raise CloseTimeoutError(

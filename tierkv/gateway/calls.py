@@ -60,7 +60,14 @@ _RETRY_CODES = ("duplicate_request", "wrong_role", "body_timeout")
 
 
 class _Problem(msgspec.Struct):
-    """The fields of a node's error answer that the gateway reads."""
+    """A node's error answer, as far as the gateway reads it.
+
+    Attributes:
+        code: stable code of the error.
+        detail: a sentence about the error.
+        status: HTTP status.
+        reason: reason why a hand-off failed; None for other errors.
+    """
 
     code: str
     detail: str = ""

@@ -334,13 +334,13 @@ class Gateway:
             raise NoSuchModelError(name, self.model)
 
     def work(self) -> CallUnderWay:
-        """Return a context manager that counts its body as a running prompt.
+        """Return a context manager whose `with` block counts as a running prompt.
 
         A shutdown waits for running prompts.
 
         Raises:
             GatewayShuttingDownError: The gateway is shutting down, or a shutdown cancelled the
-                body.
+                `with` block.
         """
         if self.is_draining:
             raise GatewayShuttingDownError("this gateway is shutting down")
@@ -351,9 +351,10 @@ class Gateway:
         self.is_draining = True
 
     def end_grace(self) -> None:
-        """Cancel the running prompts without a grace time.
+        """Cancel the running prompts when the gateway shuts down, without a grace time.
 
-        A running `idle` cancels them now; otherwise, later calls of `idle` cancel them at once.
+        If a call of `idle` is waiting for the prompts, they are cancelled now. If not, the next
+        call of `idle` cancels them at once.
         """
         self._working.end_grace()
 

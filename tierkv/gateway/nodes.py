@@ -43,7 +43,8 @@ class BackendNode:
     Args:
         url: URL of the node.
         role: Prefill, decode or both.
-        settings: Seconds for which a failed node receives no requests.
+        settings: Settings of health checks, such as the time for which a failed node receives no
+            requests.
     """
 
     def __init__(self, url: str, role: Role, settings: HealthSection) -> None:

@@ -521,7 +521,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The fields that all parts of one answer share, and methods that make these parts.
+    """The fields that all chunks of a streamed answer share, and methods that build answers.
 
     Attributes:
         id: Id of the answer.

@@ -310,7 +310,10 @@ class Delivery:
         return offset + len(tokens)
 
     def _whole_logprobs(self, node: BackendNode, received: _Tokens, known: int) -> list[Logprobs]:
-        """Return the log probabilities of an event's tokens after the first `known` ones."""
+        """Return the log probabilities of received tokens, without the first `known` tokens.
+
+        If one is missing, the method raises an error that names the node.
+        """
         found = (received.logprobs or [])[known:]
         if len(found) < len(received.tokens) - known:
             raise self._node_error(node, "sent tokens without their log probabilities")
@@ -395,14 +398,14 @@ class Delivery:
         return usable(nodes, self.now(), self._failed)
 
     def some_of(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """Return those of `nodes` that may receive requests, without failed ones if possible.
+        """Return those of `nodes` to which the prompt can be sent next.
 
-        Nodes that have failed for this prompt are left out. If no other node may receive requests,
-        these failures are forgotten.
+        Nodes that have failed for this prompt are left out. If only such nodes are available, all
+        of them are tried again.
 
         Raises:
-            AttemptError: No node may receive requests. This counts as a failed attempt.
-            GatewayError: No node may receive requests, and no further attempt is allowed.
+            AttemptError: No node is available. This counts as a failed attempt.
+            GatewayError: No node is available, and no further attempt is allowed.
         """
         if not (left := self.fresh(nodes)):
             self._failed.clear()

@@ -78,10 +78,11 @@ class Gpu:
         return Bound(self, closes=False)
 
     def bound_to_close(self) -> Bound:
-        """Return a context like that of `bound`, for closing objects of this GPU.
+        """Return a context for closing objects of this GPU, even if the GPU has failed.
 
-        If this process can no longer use the GPU, the context raises no DeviceFailedError: entering
-        it succeeds, and an error of CUDA inside it ends the `with` block silently.
+        This GPU is the thread's current GPU in the context, and errors of CUDA become
+        TransferError. If this process can no longer use the GPU, nothing is raised: entering the
+        context succeeds, and an error of CUDA ends the `with` block silently.
         """
         return Bound(self, closes=True)
 
@@ -122,7 +123,7 @@ class Gpu:
 
 
 class Bound:
-    """The context that `Gpu.bound` returns.
+    """A context in which a GPU is the calling thread's current one, and errors are translated.
 
     A generator instead of this class would delay every copy by 14 us.
     """
@@ -215,7 +216,8 @@ class PendingEvent:
     Args:
         progress: a condition that all events of a lane share; the lane's thread notifies it after
             it has called `submitted` or `failed`.
-        line: an object that all events of the lane share; see `Event`.
+        line: an object that all events of the lane share. Pollers take events with the same `line`
+            as done in the order of `position`.
         position: number of the event among the lane's events.
     """
 
@@ -229,10 +231,10 @@ class PendingEvent:
         self.position = position
 
     def submitted(self, event: Event) -> None:
-        """Set the CUDA event of the copy's end.
+        """Set the CUDA event that is done when the copy is done.
 
-        The lane's thread calls either this method or `failed`, once, while it has the lock of
-        `progress`.
+        The thread that submits copies calls either this method or `failed`, once, while it has the
+        lock of the condition `progress`.
         """
         self._event = event
 
@@ -278,7 +280,7 @@ Raw = Any  # a stream, event or module of CuPy
 
 
 class CudaEvent:
-    """A point in a CUDA stream; the protocol `Event` describes the methods."""
+    """A point in a CUDA stream; done when the GPU has done the stream's work before it."""
 
     __slots__ = ("_gpu", "_is_done", "line", "position", "raw")
 
@@ -456,7 +458,7 @@ class Kernel:
     def launch(
         self, argument: Argument, *, num_ctas: int, num_threads: int, stream: CudaStream
     ) -> None:
-        """Launch the kernel. The caller must have bound the GPU (see `Gpu.bound`).
+        """Launch the kernel on the GPU that is the calling thread's current one (see `Gpu.bound`).
 
         Args:
             argument: the kernel's argument, which may be changed as soon as this call returns.

@@ -56,9 +56,9 @@ _NUM_CTAS = 64
 
 
 class CudaSharing:
-    """The sharing of planes between processes through CUDA IPC; see the protocol `Sharing`.
+    """The sharing of planes in GPU memory with other processes, through CUDA IPC.
 
-        their planes --gather--> rows of staging --scatter--> our planes
+        planes of the other process --gather--> staging memory --scatter--> planes of this process
 
     The staging memory is on this process's GPU. If the other process uses another GPU, the gather
     kernel reads that GPU's memory over NVLink or PCIe.
@@ -290,7 +290,10 @@ class CudaDevice:
             raise
 
     def _pinned(self, layout: Layout, host: HostSlots) -> tuple[PinnedSlots, Callable[[], None]]:
-        """Return the host slots as pinned slots, and a function to call when the lane is closed."""
+        """Return `host` as pinned memory, and a function that ends this use of the pinned memory.
+
+        The lanes of a device share the pinned memory.
+        """
         if isinstance(host, PinnedSlots):
             return host, lambda: None
         address = host.array.ctypes.data

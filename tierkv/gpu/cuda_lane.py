@@ -137,10 +137,11 @@ class Pipeline:
         self._kernel_stream.wait(event, timeout_s)
 
     def submit(self, copy: BlockCopy) -> Iterator[tuple[Unit, CudaEvent | None]]:
-        """Submit a copy unit by unit; yield each unit with the event of its end.
+        """Submit a copy unit by unit; yield each unit with the event that is done at its end.
 
-        The first two units of a load that pass through staging are yielded twice: with None when
-        the copy engine's part is submitted, and with the event when the kernel is submitted too.
+        In a load, the first two units that pass through staging memory are yielded twice. The first
+        time, without an event, only the copy from the host has been submitted; the second time also
+        the kernel that writes the planes. A caller can thus leave the kernel to another thread.
         """
         units = self._planner.plan(len(copy))
         first = next(units)
@@ -213,7 +214,10 @@ class Pipeline:
         )
 
     def _move_straight(self, copy: BlockCopy, count: int) -> CudaEvent:
-        """Submit the copy's first `count` blocks as rectangles; return the event of their end."""
+        """Submit the copy's first `count` blocks without staging; return the event of their end.
+
+        The GPU's copy engine copies rectangles of bytes directly between planes and host slots.
+        """
         for event in copy.after:
             self._copies.wait(event, 0.0)
         slots, blocks = copy.slot_ids[:count].tolist(), copy.block_ids[:count].tolist()
@@ -406,7 +410,11 @@ class CudaLane:
             return job.events
 
     def _may_begin(self, copy: BlockCopy) -> bool:
-        """Return whether the caller's thread can submit units without waiting."""
+        """Return whether the calling thread can begin the copy, before the lane's thread runs.
+
+        This is the case if no earlier copy is queued, and the GPU need not wait for events of other
+        kinds.
+        """
         if self._num_queued or self._before_copy is not None or not self._host.is_pinned:
             return False
         if self._host.is_closed or self._planes.is_closed:

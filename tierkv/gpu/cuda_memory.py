@@ -80,7 +80,7 @@ class DeviceMemory:
     def write(self, data: npt.NDArray[np.void]) -> None:
         """Copy `data` to the start of this memory, and wait until the copy has ended.
 
-        The caller must have bound the GPU (see `Gpu.bound`).
+        The GPU must be the thread's current one: call this inside `with gpu.bound():`.
         """
         assert data.nbytes <= self.num_bytes, "the data must fit into the memory"
         runtime.memcpy(self.address, data.ctypes.data, data.nbytes, runtime.memcpyHostToDevice)
@@ -209,13 +209,14 @@ _GIB = 1 << 30
 
 
 class CudaPlanes:
-    """Planes in GPU memory; the protocol `Planes` describes the methods.
+    """A layout's planes in GPU memory.
 
     Attributes:
         arrays: CuPy arrays, uint8 [num_blocks, block_bytes], one for each plane.
         memory: addresses of each plane, in the layout's order.
-        rectangles: groups of planes at equal distances, each of which the copy engine can move in
-            one command; () if a block would need more than four commands.
+        rectangles: groups of planes with equal distances in memory. One command of the copy engine
+            can copy a block's bytes in all planes of a group. () if a block would need more than
+            four commands.
     """
 
     def __init__(

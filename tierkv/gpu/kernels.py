@@ -44,9 +44,10 @@ _PAIRS = np.dtype(
 
 
 def tile_table(layout: Layout, memory: tuple[PlaneMemory, ...]) -> npt.NDArray[np.void]:
-    """Return the table of tiles for the kernels; a tile is up to TILE_BYTES bytes of a plane.
+    """Return a table by which the kernels find the pieces (tiles) of a block in the planes.
 
-    The tiles cover every byte of a block once, in the layout's order.
+    A tile is up to TILE_BYTES bytes of one plane. The tiles cover every byte of a block once, in
+    the layout's order.
 
     Args:
         layout: layout of a block.
@@ -61,7 +62,7 @@ def tile_table(layout: Layout, memory: tuple[PlaneMemory, ...]) -> npt.NDArray[n
 
 
 def launch_nothing(gpu: Gpu, stream: CudaStream) -> None:
-    """Launch a kernel that copies no bytes.
+    """Launch a kernel that copies no bytes, so that the stream gets a GPU hardware queue.
 
     Args:
         gpu: the GPU.
@@ -75,9 +76,10 @@ def launch_nothing(gpu: Gpu, stream: CudaStream) -> None:
 
 
 class PlaneKernels:
-    """The kernels `gather`, `scatter` and `within` for one set of planes.
+    """The GPU kernels that copy blocks between planes and staging, and within the planes.
 
-    Only one thread at a time may use this object, and must have bound the GPU (see `Gpu.bound`).
+    Only one thread at a time may use this object. The GPU must be that thread's current GPU (see
+    `Gpu.bound`).
 
     Args:
         gpu: the GPU.

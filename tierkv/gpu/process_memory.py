@@ -118,7 +118,7 @@ def _libc() -> ctypes.CDLL:
 
 
 class CpuSharing:
-    """The sharing of CPU planes between processes; the protocol `Sharing` describes the methods."""
+    """The sharing of planes in CPU memory with other processes, through process_vm_readv."""
 
     place = CPU_PLACE
 

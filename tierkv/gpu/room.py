@@ -289,7 +289,10 @@ _tracked: dict[int, tuple[int, int]] = {}
 
 
 def track(owner: object, address: int, num_bytes: int) -> None:
-    """Let `require_room` count this memory as used, filled or not, until `owner` is deleted.
+    """Count a range of mapped memory as used, until `owner` is deleted.
+
+    The kernel counts a page only after the first write to it. `require_room`, which checks the free
+    memory before an allocation, therefore counts tracked memory in full.
 
     Args:
         owner: the object whose deletion unmaps the memory; it must support weak references.

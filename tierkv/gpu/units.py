@@ -43,24 +43,26 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Sizes of a copy's units and pieces, in bytes. The figures were measured on an H200.
+    """Sizes, in bytes, of the parts of a copy. The figures were measured on an H200.
 
-    A unit is a part of a copy that passes through staging memory at once. Most units have 1 /
-    `share` of the copy's bytes, but at least 2 * `min_unit` and at most `max_unit`. A copy of up to
-    2 * `min_unit` is one unit. The first unit is smaller (`first`), so that the first layer arrives
-    early. The last units become smaller down to `last`, so that little work is left when the last
-    byte has arrived.
+    A unit is a part of a copy that passes through staging memory at once. The copy engine copies a
+    unit in pieces: a piece is a contiguous range of one host slot, with one or more layers.
+
+    Most units have 1 / `share` of the copy's bytes, but at least 2 * `min_unit` and at most
+    `max_unit`. A copy of up to 2 * `min_unit` is one unit. The first unit is smaller (`first`), so
+    that the first layer arrives early. The last units become smaller down to `last`, so that little
+    work is left when the last byte has arrived.
 
     Attributes:
-        first: size of the first unit, which has at most FIRST_BLOCKS blocks. It must occupy the
-            copy engine until the lane's thread submits the next one, 0.5 to 0.7 ms later; PCIe 5
-            moves 32 MiB in 0.6 ms.
+        first: size of the first unit, which has at most FIRST_BLOCKS blocks. This unit must occupy
+            the copy engine until the lane's thread submits the next one, 0.5 to 0.7 ms later; PCIe
+            5 moves 32 MiB in 0.6 ms.
         min_unit: half of the smallest size of a unit that is neither the first nor near the end.
         max_unit: largest size of a unit. During a load, decoder layers lose 0.5 % of their speed
             with 64 MiB and 1.7 % with 128 MiB, since the model's next kernel waits for the unit's
             kernel.
-        last: size down to which units halve at the end of a copy. With 8 MiB, a load
-            reaches 97.7 % of the speed of a contiguous copy instead of 98.5 %.
+        last: size down to which units halve at the end of a copy. With 8 MiB, a load reaches 97.7 %
+            of the speed of a contiguous copy instead of 98.5 %.
         last_share: in a small copy the last unit has 1 / `last_share` of the bytes, if that is less
             than `last`, but at least `min_unit`.
         share: number of units of a copy, if neither `min_unit` nor `max_unit` limits their size.
@@ -68,12 +70,13 @@ class UnitSizes:
             Pieces of 256 KiB reach 98 % of the speed of a contiguous copy, 1 MiB 98.6 %.
         max_piece: largest piece of joined layers in the middle of a load. Larger pieces save the
             submitting thread 1 to 4 us each.
-        offload_piece: smallest piece of an offload, if larger than `piece`. Pieces of 256 KiB
-            reach 92 to 94 % of the speed of a contiguous copy, 1 MiB 97 %, 2 MiB 98 %.
-        straight_row: number of bytes from which a rectangle's rows count as wide. A copy may begin
-            without staging if at least 15/16 of a block's bytes are in wide rows. With rows of
-            128 KiB, an offload of 2 GiB reaches 99.2 % of the speed of a contiguous copy instead of
-            98.8 %; with rows of 32 KiB there is no gain.
+        offload_piece: smallest piece of an offload, if larger than `piece`. Pieces of 256 KiB reach
+            92 to 94 % of the speed of a contiguous copy, 1 MiB 97 %, 2 MiB 98 %.
+        straight_row: number of bytes from which a row counts as wide. If at least 15/16 of a
+            block's bytes are in wide rows, the first unit is copied without staging memory, as
+            rectangles of such rows. With rows of 128 KiB, an offload of 2 GiB then reaches 99.2 %
+            of the speed of a contiguous copy instead of 98.8 %; with rows of 32 KiB there is no
+            gain.
     """
 
     first: int = 32 << 20
@@ -140,7 +143,8 @@ class UnitPlanner:
         """Yield the units of a copy of `num_blocks` blocks, lower layers first.
 
         Each byte is in exactly one unit. A unit has at most `sizes.max_unit` bytes of staging
-        memory, unless one layer of one block (with Order.BLOCKS: one block) has more.
+        memory; only if a single layer of a block has more (with Order.BLOCKS, a single block), the
+        unit is that large.
         """
         if num_blocks not in self._kept:
             if num_blocks > _KEEP_UP_TO:
@@ -246,11 +250,13 @@ class Ring(Generic[E]):
         self._in_use: deque[tuple[int, E]] = deque()  # (first position, used until)
 
     def reserve(self, num_bytes: int) -> tuple[int, E | None]:
-        """Reserve the next `num_bytes` bytes; the caller must call `use_until` afterwards.
+        """Reserve the next `num_bytes` bytes of the ring.
+
+        The caller must then call `use_until` with the event after which the bytes are free again.
 
         Returns:
-            The offset of the bytes, and an event to wait for before they are written. None if they
-                are free already, or if the caller has waited for that event in an earlier call.
+            The offset of the bytes, and the event of their previous use. The event must be done
+                before the bytes are written; None if no wait is needed.
 
         Raises:
             LayoutError: the ring has fewer than `num_bytes` bytes.

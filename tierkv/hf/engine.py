@@ -151,10 +151,10 @@ class TransformersEngine(SessionEngine):
         return call.outcome.result()
 
     async def _wait_for_loads(self, run: ModelRun) -> None:
-        """Wait until the cached tokens of `run` are on the device, if other requests compute.
+        """If other requests are running, wait until this request's cached tokens are on the device.
 
-        Without other requests, return at once: the step then waits before each layer, and the first
-        layers compute while later layers load.
+        Other requests compute during this wait. Without other requests the call returns at once:
+        the model then waits before each layer, and computes the first layers while later ones load.
         """
         gate = run.session.request.gate
         if gate.is_open(gate.num_layers - 1):

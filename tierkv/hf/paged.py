@@ -57,7 +57,10 @@ class TokenRun:
 
 
 class _Part:
-    """The runs that attend in one call: one run, or several padded runs of one token each.
+    """The requests whose attention is computed in one call.
+
+    A call has one request, or several requests with one token each, padded to the same length. The
+    tokens of one request are called a run (`TokenRun`).
 
     Attributes:
         num_tokens: Number of tokens of all runs.
@@ -101,9 +104,10 @@ class _Part:
         self.num_rows = self._num_runs * self.length
 
     def read(self, plane: torch.Tensor) -> torch.Tensor:
-        """Return the keys or values of the runs' requests, [runs, heads, length, dim].
+        """Gather the keys or values of all sequences of this call from a layer's blocks.
 
-        `plane` is [num_blocks, block_size, heads, dim], a layer's keys or values.
+        `plane` has the shape [num_blocks, block_size, heads, dim]; the result [sequences, heads,
+        length, dim].
         """
         if isinstance(self._table, slice):
             blocks = plane[self._table]
@@ -143,20 +147,23 @@ class _Part:
 
 
 class PagedStep:
-    """The runs of one forward pass, and the places of their tokens in the planes.
+    """The input of one forward pass: tokens of several requests, and where their KV is written.
 
     Attributes:
-        ids, positions: int64 [1, tokens], the tokens of all runs and their positions.
-        blocks, offsets: int64 [tokens], the block of each token and its place within the block.
+        ids, positions: int64 [1, tokens], the tokens of all requests, and their positions.
+        blocks, offsets: int64 [tokens], the device block of each token, and the token's index
+            within the block.
         wanted: int64 [n], indices into `ids` of the tokens whose logits are wanted.
-        parts: The runs in order; the runs of one `_Part` attend in one call.
+        parts: The runs in order, divided into parts; one call of the attention function computes a
+            part.
 
     Args:
-        runs: The runs; no two belong to the same request.
+        runs: For each request, its consecutive tokens to compute; no request appears twice.
         block_size: Number of tokens of a block.
         device: The device of the planes.
         before_layer: Called with the number of each layer before the layer's planes are used.
-        pads: True to let the leading runs of one token each attend in one padded call.
+        pads: True to compute the leading runs of one token each in one part, padded to equal
+            length.
     """
 
     def __init__(

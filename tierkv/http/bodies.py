@@ -201,7 +201,7 @@ _COUNTED = web.RequestKey("counted", tuple[BodyReader, int])
 
 
 def release(request: web.BaseRequest) -> None:
-    """Subtract the bytes of an answered request from those that count towards `max_work_bytes`."""
+    """Stop counting an answered request's bytes towards the server's limit for all requests."""
     if _COUNTED in request:
         reader, num_bytes = request[_COUNTED]
         reader.release(num_bytes)

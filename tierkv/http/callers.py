@@ -382,9 +382,12 @@ def ticket_name(ticket_id: str, tenant: str) -> str:
 
 
 def as_given(sentence: str) -> str:
-    """Return an error sentence, with internal names replaced by the ids that callers gave.
+    """Return an error message in which internal names of requests and tickets are replaced.
 
-    The internal names are those that `request_name` and `ticket_name` return.
+    A user then sees the id that was given, and no name of a tenant's space.
+
+    Args:
+        sentence: the message.
     """
     return _IN_WORDS.sub("'", sentence)
 
@@ -412,10 +415,10 @@ class Guard:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Read the auth file at the start, and again after each change while the body runs.
+        """Read the auth file now, and after each change until the `async with` block ends.
 
-        If a changed file is not valid, the error is logged, and the callers of the earlier version
-        stay valid.
+        If a changed file is not valid, the error is logged, and the tokens and certificates of the
+        earlier version stay valid.
 
         Raises:
             ConfigError: The file is not valid at the start.

@@ -144,15 +144,16 @@ class LiveFeed:
         self._changed = asyncio.Event()
 
     async def stream(self, request: web.BaseRequest, news: News) -> web.StreamResponse:
-        """Stream samples and the events of `news` to one page as server-sent events, until `close`.
+        """Stream samples of metrics, and other events, to one live page as server-sent events.
 
-        The stream begins with the samples that are kept. A page that reads slowly receives several
-        samples in one event, and misses samples that are no longer kept when the page reads.
+        The stream begins with the samples that are kept, and ends at `close`. A page that reads too
+        slowly gets several samples in one event. Samples that are deleted before the page reads are
+        not sent.
 
         Args:
             request: The request of the page.
-            news: Function that returns the name and the data of each event, other than samples,
-                that this page has not received yet.
+            news: Function that returns the name and the data of each other event that this page has
+                not received yet.
         """
         if request.method == hdrs.METH_HEAD:  # the client would take a body for the next answer
             return event_stream(request)

@@ -102,7 +102,10 @@ class CallUnderWay:
             raise self._working.cut_off() from error
 
     def cut_off(self) -> None:
-        """Cancel the code in the `with` block; the block then raises the error for a shutdown."""
+        """Cancel the call.
+
+        Its `async with` then raises the error by which a shutdown is reported.
+        """
         if not self._is_cut_off:
             self._is_cut_off = True
             self._task.cancel()
@@ -128,9 +131,9 @@ class Working:
         return len(self.calls)
 
     def call(self) -> CallUnderWay:
-        """Return a context manager that counts its body as a running call.
+        """Return a context manager that registers one running call, for which a shutdown waits.
 
-        If a shutdown cancels the body, the context manager raises the error that `cut_off` returns.
+        If a shutdown cancels the call, the context manager raises the error that `cut_off` returns.
         """
         return CallUnderWay(self)
 
@@ -288,7 +291,7 @@ _Seen = tuple[tuple[int, int, int] | None, ...]
 async def watching(
     files: Sequence[Path], reload: Callable[[], Awaitable[None]], *, every_s: float
 ) -> AsyncIterator[None]:
-    """Call `reload` before the body, and again whenever one of `files` changes during the body.
+    """Call `reload` on entering the `async with`, and again whenever one of `files` changes.
 
     Args:
         files: The files to watch.

@@ -180,8 +180,8 @@ log = logging.getLogger(__name__)
 async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | None]:
     """Yield a server's TLS context; None if `settings` has no certificate.
 
-    While the body runs, changed files are read again and used for new connections. If a changed
-    file cannot be used, the error is logged, and the earlier certificate stays in use.
+    Until the `async with` block ends, changed files are read again and used for new connections. If
+    a changed file cannot be used, the error is logged, and the earlier certificate stays in use.
 
     Args:
         settings: Paths of the certificate, its key, and the authorities of client certificates.

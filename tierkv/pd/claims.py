@@ -383,9 +383,9 @@ class Claims:
         source: reads blocks from other nodes' memory instead of storage.
         portions: fetches blocks for which the host has no room.
         estimator: estimates the times of fetching and computing, for claims that may compute.
-        fetch_deadline_s: after the ticket and after each arrival of blocks, the deadline for
-            storage is extended, if necessary, so that this many seconds are left.
-        stats: counts of the node's hand-offs.
+        fetch_deadline_s: seconds for which a claim may at least still wait for storage once the
+            ticket, or further blocks, have arrived.
+        stats: counters of the node's hand-offs.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators
@@ -516,10 +516,11 @@ class Claims:
         return has_room and not self._scheduler.num_waiting
 
     async def _fetch_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
-        """Fetch the blocks of `prefix` before the ticket is written; return True if all arrived.
+        """Fetch blocks of a claimed prompt to the host while the producer still computes the rest.
 
-        `prefix` is the beginning of the claimed prompt. Blocks arrive on the host. If the device
-        has room for twice the blocks of the request, they are loaded to the device, too.
+        `prefix` is the prompt up to the last block to fetch; `near` is the producer, from whose
+        memory blocks are read if possible. If the device has enough free memory, the blocks are
+        also loaded to the device. The result is True if all blocks arrived.
         """
         await near.ask(prefix)
         budget = Budget(self._fetch_deadline_s, step_s=self._fetch_deadline_s)
@@ -548,9 +549,10 @@ class Claims:
     ) -> Request:
         """Fetch the prompt and admit the request; raise HandoffError if too few blocks arrive.
 
-        The claim's `policy` decides if all blocks must arrive. A failing store is asked again until
-        the claim's deadline, because the ticket states that all blocks are stored. Blocks for which
-        the host has no room are fetched in portions after the admission.
+        `policy` decides if all blocks must arrive. If they must, a failing store is asked again
+        until the time `give_up_at` of the loop's clock, because the ticket states that all blocks
+        are stored. Blocks that `near` can read from the producer's memory do not come from the
+        store. Blocks for which the host has no room are fetched in portions after the admission.
         """
         prompt, pause_s = spec.prompt, _FIRST_PAUSE_S
         while True:
@@ -636,10 +638,10 @@ async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement
 
 
 def _note(fetched: Fetched, near: Supply) -> None:
-    """Add the token ranges of a fetch to those of the claim in `near`.
+    """Collect the token ranges of all fetches of one claim, to count tokens by their source.
 
-    `fetched` receives the ranges of the claim's earlier fetches, and all ranges that were read from
-    another node's memory.
+    The ranges of `fetched` are appended to the claim's ranges in `near`. The ranges of earlier
+    fetches are copied from `near` to `fetched`.
     """
     fetched.earlier = tuple(near.came)
     near.came.append(fetched.tokens)
@@ -810,13 +812,16 @@ class LoadsAhead:
         self._came = asyncio.Event()
 
     def arrived(self, num_blocks: int) -> None:
-        """Record that the prompt's first `num_blocks` blocks are on the host."""
+        """Record that the prompt's first `num_blocks` blocks are on the host and can be loaded."""
         self._on_host = min(num_blocks, self._spec.prompt.num_blocks)
         if self._on_host - self._begun >= self._min_blocks:
             self._came.set()
 
     async def run(self) -> None:
-        """Load blocks until cancelled. A running load then continues, and the request uses it."""
+        """Load fetched blocks to the device as they arrive on the host, until cancelled.
+
+        A load that runs at the time of the cancel continues, and the request uses its blocks.
+        """
         while True:
             await self._came.wait()
             self._came.clear()

@@ -248,10 +248,10 @@ class PromptBlocks(Protocol):
         """
 
     def on_host(self, blocks: range, after: Sequence[Event]) -> AbstractAsyncContextManager[Ids]:
-        """Provide the bytes of `blocks` in host slots while the body runs.
+        """Provide host slots that hold copies of `blocks`, for the duration of an `async with`.
 
         Args:
-            blocks: indices of computed blocks of the prompt, at most GROUP_BLOCKS.
+            blocks: positions in the prompt of computed blocks, at most GROUP_BLOCKS.
             after: events of the kernels that wrote the blocks.
 
         Returns:
@@ -529,7 +529,7 @@ class Handoff:
         return Published(ticket, len(keys), present, flushed)
 
     def _generation_of(self, blocks: PromptBlocks) -> int:
-        """Return how often the stored values have been deleted so far (`Deletions.generation`).
+        """Return the number of deletions of all stored values so far, which `flush` checks.
 
         Raise StoreRefusedError if `blocks` were computed before the last deletion.
         """
@@ -658,10 +658,7 @@ class Handoff:
 
 
 def _end_in_index(blocks: PromptBlocks, stop: int) -> int:
-    """Return the number of leading blocks that the prompt's lease covers, at most `stop`.
-
-    The tail does not count, because the index may have a full block in its place.
-    """
+    """Return how many of the first `stop` blocks the prompt's lease protects; no tail counts."""
     lease = blocks.lease
     return 0 if lease is None else min(stop, lease.num_blocks, blocks.prompt.num_blocks)
 
@@ -717,13 +714,13 @@ class PublishStream:
         self._end_at: float | None = None
 
     def advance(self, num_tokens: int, after: Sequence[Event] = ()) -> None:
-        """Record that the first `num_tokens` tokens are computed, so that `run` can store them.
+        """Record that the prompt's first `num_tokens` tokens are computed and can be stored.
 
         Args:
-            num_tokens: number of tokens of the prompt with KV in the blocks, or being written
-                there.
-            after: events of the kernels that write the KV of the new tokens; `run` reads the blocks
-                after these events.
+            num_tokens: number of leading prompt tokens whose KV is in the blocks, or is being
+                written by submitted kernels.
+            after: events of the kernels that write the KV of the new tokens. The blocks are not
+                read before these events are done.
         """
         prompt = self._blocks.prompt
         self._computed_blocks = min(num_tokens // prompt.block_size, prompt.num_blocks)
@@ -844,10 +841,10 @@ class PublishStream:
             raise
 
     async def _store_ahead(self) -> tuple[int, int | None]:
-        """Store full blocks as they are computed, until `finish` or `fail`.
+        """Store the prompt's full blocks as they are computed, until `finish` or `fail` is called.
 
-        Return the number of leading blocks that storage had before, and the number that storage has
-        now. The second is None if the store failed.
+        The result is a pair: the number of leading blocks that were in storage at the start, and
+        the number that are in storage at the end (None if the store failed).
         """
         handoff, most = self._handoff, self._blocks.prompt.num_blocks
         present, ready = 0, None

@@ -115,10 +115,11 @@ class Portions:
         has_slots: asyncio.Event,
         outcome: asyncio.Future[GetOutcome | None],
     ) -> None:
-        """Fetch portions until all blocks have arrived; set `outcome` to the problem, or to None.
+        """Fetch blocks through staging slots, a group at a time, until the request has all blocks.
 
-        Set `has_slots` once there are staging slots. Return after every copy into the request's
-        blocks has ended.
+        `outcome` gets the reason why the fetch ended early, or None, unless the caller has set it.
+        `has_slots` is set once there are staging slots. The call returns when all copies to the
+        device have ended.
         """
         try:
             for load in request.loads:

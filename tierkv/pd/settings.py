@@ -48,8 +48,8 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             address without authentication.
         direct_port: TCP port at which claiming nodes ask where blocks lie in this node's memory; 0
             chooses a free port.
-        direct_lease_s: seconds that blocks stay in this node's memory for a claiming node that asks
-            no further question.
+        direct_lease_s: seconds that blocks are protected from eviction after a claiming node has
+            asked for them. Each further question of the node starts the time anew.
         publish_deadline_s: seconds to store a prompt.
         claim_deadline_s: seconds that a claim waits for its ticket and then for free blocks, in
             total.

@@ -31,10 +31,7 @@ class Supply(Protocol):
 
     @property
     def direct(self) -> list[range]:
-        """The ranges of the prompt's tokens that this claim has read from another node's memory.
-
-        The ranges are also in `came`.
-        """
+        """The ranges of the prompt's tokens that this claim has read from another node's memory."""
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
         """Set the prefill node's address to the one in its ticket or open ticket."""
@@ -42,8 +39,9 @@ class Supply(Protocol):
     async def ask(self, prompt: Prompt) -> None:
         """Ask the prefill node where the missing blocks of `prompt` lie in its memory.
 
-        Blocks on its device are copied to this node's device in this call, if possible. Blocks in
-        its host tier are read by the next fetches of this node. One call may run at a time.
+        Blocks on the prefill node's device are copied to this node's device in this call, if
+        possible. Blocks in the prefill node's host tier are read by later fetches of this node.
+        Only one call may run at a time.
         """
 
     async def failure(self) -> str:
@@ -92,13 +90,13 @@ class PeerSource(Protocol):
         """
 
     def supply(self, may_land: Callable[[], bool] = lambda: True) -> AbstractContextManager[Supply]:
-        """Return a context manager for the connection of one claim.
+        """Return a context manager for one claim's connection to the prefill node.
 
-        At the end of the context the connection is closed, and the prefill node can evict its
-        blocks again.
+        On leaving it, the connection is closed, and the prefill node can evict the claimed blocks
+        again.
 
         Args:
-            may_land: returns True if the device has room for the claim's blocks now.
+            may_land: returns True if this node's device has room for the claimed blocks now.
         """
 
     def findings(self) -> list[str]:
@@ -115,7 +113,7 @@ class NoSupply:
         self.direct: list[range] = []
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
-        """Do nothing."""
+        """Ignore the ticket, because this claim reads no other node's memory."""
 
     async def ask(self, prompt: Prompt) -> None:
         """Do nothing, because this claim reads no other node's memory."""

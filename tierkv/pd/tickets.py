@@ -235,7 +235,7 @@ class SmallValues:
         self._codec = codec
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        """Read a value.
+        """Read a ticket or another small value from the store, and check its signature.
 
         Args:
             name: name of the value.
@@ -333,14 +333,14 @@ class ProducerLease:
 
     @property
     def num_held(self) -> int:
-        """The number of open tickets for which the value is renewed."""
+        """The number of open tickets, which need the node's liveness lease."""
         return self._num_held
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While the body runs, renew the value as long as there are open tickets.
+        """Renew this node's liveness lease while tickets are open, inside the `async with` block.
 
-        At the end of the body, delete the value.
+        At the end, the lease is deleted from storage.
         """
         try:
             async with supervised({"tierkv-producer-lease": self._keep}):
@@ -677,11 +677,12 @@ class Tickets:
     def hint(self, ticket_id: str, message: str) -> None:
         """Start a task that sends a message to the nodes that wait for a ticket.
 
-        The task logs a failure.
+        If the message cannot be sent, the task logs the failure.
 
         Args:
             ticket_id: id of the ticket.
-            message: WHOLE, FAILED, or PROGRESS followed by the number of blocks that are stored.
+            message: WHOLE if the ticket is written, FAILED if it will not come, or PROGRESS
+                followed by the number of blocks that are stored so far.
         """
         self._tiers.work.start(self._notify_or_log(ticket_id, message), "tierkv-hint")
 
@@ -1209,7 +1210,9 @@ class TicketLedger:
         self._put(ticket, Standing.OPEN)
 
     def failed(self, ticket_id: str, failure: str) -> None:
-        """Record that no ticket will come, and call the callbacks that `hold` registered for it.
+        """Record that a publish failed and that its ticket will not come.
+
+        The memory that is reserved for the ticket is released.
 
         Args:
             ticket_id: id of the ticket.

@@ -234,13 +234,13 @@ class Link:
             raise
 
     def receive_descriptors(self) -> tuple[bytes, list[int]]:
-        """Wait for the next message and the file descriptors sent with it.
+        """Wait for the scheduler's next message, and for the file descriptors sent with it.
 
         Returns:
-            The sealed message, and the descriptors, which the caller must close.
+            The message (encoded, with a header), and the descriptors, which the caller must close.
 
         Raises:
-            LinkClosedError: the scheduler has ended.
+            LinkClosedError: the connection to the scheduler has ended.
         """
         try:
             chunk, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_DESCRIPTORS)

@@ -41,13 +41,14 @@ Bytes2D = npt.NDArray[np.uint8]
 
 
 class SharedSlots(CpuHostSlots):
-    """Host slots in a memory file that has a descriptor but no name.
+    """Host slots in shared memory (a file without a name), which several processes map.
 
-    Each process that has the descriptor can map the file. The kernel frees the memory when the last
-    of these processes ends.
+    A process needs the file's descriptor to map it. The kernel frees the memory when the last
+    process has ended.
 
     Attributes:
-        array: uint8 [num_slots, n], the bytes of each slot that this process uses.
+        array: uint8 [num_slots, n], the n bytes of each slot that this process uses, such as the
+            slice of its rank.
         descriptor: the file's descriptor, which `close` closes.
     """
 

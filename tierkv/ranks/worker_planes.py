@@ -279,10 +279,10 @@ class WorkerPlanes:
                 event.block_until_done(max(deadline - time.monotonic(), 0.0))
 
     def replace(self, planes: Planes | Sequence[Planes]) -> None:
-        """Use other tensors from now on, with the layouts of the present ones.
+        """Use other tensors from now on, with the same layouts as the present ones.
 
-        No copy may be running. The host slots must have been passed to `attach`; with slots that
-        `connect` received from the scheduler, the tensors cannot be replaced.
+        No copy may be running. The host slots must have been passed to `attach`. If they came from
+        the scheduler's process (`connect`), the tensors cannot be replaced.
 
         Args:
             planes: the new tensors, one object for each cache group.
@@ -405,17 +405,16 @@ class RankSocket:
     """The socket over which ranks in other processes receive their bytes of the host slots.
 
     `EngineCache(ranks=...)` uses it. A rank is lost if its connection has ended, for any reason, or
-    did not come in time. A lost rank cannot connect again, because copies of its old process could
-    overlap with those of a new one.
+    if the rank has not connected in time. A lost rank cannot connect again, because copies of its
+    old process could overlap with those of a new process.
 
     Args:
         path: path of the Unix socket, open to processes of this user alone; its directory should be
             private.
-        shards: for each rank, its layout, or its layouts of each KV cache group. If blocks are
-            split over the ranks, a shard is the layout of the rank's slice, and
-            `side_by_side(shards)` is the layout of the block. If every rank has whole blocks with
-            the same bytes, each shard is the layout of the block: all ranks load, and only rank 0
-            saves.
+        shards: one element per rank: a layout, or a sequence of layouts with one for each KV cache
+            group. If blocks are split over the ranks, the layout is that of the rank's slice, and
+            `side_by_side(shards)` is the layout of the block. If all ranks have whole, equal
+            blocks, each layout is that of the block: all ranks load, and only rank 0 saves.
         connect_deadline_s: seconds after which a rank that has not connected is lost.
 
     Attributes:
@@ -492,7 +491,7 @@ class RankSocket:
     def open(
         self, layouts: Sequence[Layout], hosts: Sequence[SharedSlots], *, life: int | None = None
     ) -> None:
-        """Listen, and send the host slots to each rank that connects.
+        """Listen on the Unix socket, and send the host slots to each rank that connects.
 
         Args:
             layouts: the layout of a whole block of each KV cache group.
@@ -501,7 +500,8 @@ class RankSocket:
                 processes can find out when its copies are over; None for none.
 
         Raises:
-            ConfigError: the path cannot be bound, or the shards do not make up `layouts`.
+            ConfigError: the socket's path cannot be bound, or the ranks' shards together are not a
+                block of `layouts`.
         """
         regions = [
             [HostRegion(host.num_slots, layout.block_bytes, one.start, one.stop) for one in parts]
@@ -619,7 +619,6 @@ class RankSocket:
         return None
 
     def _receive(self, rank: int) -> None:
-        """Read what a rank has sent, and record its last reports if it closes its connection."""
         link = self._links.get(rank)
         if link is None:
             return  # the end of its process was noticed before

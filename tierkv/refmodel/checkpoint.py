@@ -131,9 +131,10 @@ class Checkpoint:
 
 
 def _turned(parts: list[Floats], gain: Floats | None = None) -> Floats:
-    """Join matrices [out, in] to one matrix [in, sum of out], in panels (see `in_panels`).
+    """Join weight matrices [out, in] to one matrix [in, sum of out], cut into column panels.
 
-    The rows of the result are multiplied by `gain` [in], the factors of an RMSNorm, if any.
+    The rows of the result are multiplied by `gain` [in], the factors of an RMSNorm, unless it is
+    None.
     """
     joined = np.concatenate(parts) if len(parts) > 1 else parts[0]
     return in_panels((joined if gain is None else joined * gain).T)

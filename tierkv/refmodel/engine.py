@@ -86,9 +86,9 @@ class ReferenceEngine(SessionEngine):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the compute thread during the body.
+        """Run the thread that computes, until the `async with` block ends.
 
-        The service must be running from before the body until after it.
+        The service must be running before this context is entered, and until after it is left.
         """
         self._thread = Threads(1, "tierkv-compute")
         try:

@@ -232,9 +232,9 @@ class Span:
 
     @property
     def live(self) -> slice:
-        """The rows of the positions [start, end), counted from the first row of the first tile.
+        """The rows of positions [start, end), in an array with a row per position of the tiles.
 
-        All other rows of the tiles are padding.
+        The array's other rows are padding.
         """
         lead = self.start % TILE
         return slice(lead, lead + self.end - self.start)
@@ -250,9 +250,9 @@ class Span:
         return -(-self.padded_end // CHUNK) * CHUNK
 
     def stacks(self, height: int) -> Iterator[slice]:
-        """Yield ranges of at most `height` tiles that together cover the span.
+        """Yield ranges of at most `height` consecutive tiles that together cover the span.
 
-        Tile 0 is the first tile of the span.
+        A tile is TILE positions. Tile 0 is the first tile of the span.
         """
         for at in range(0, self.num_tiles, height):
             yield slice(at, min(at + height, self.num_tiles))
@@ -679,14 +679,16 @@ class ReferenceModel:
 
 
 def check_planes(planes: Sequence[PlaneArray], layout: Layout) -> None:
-    """Check that planes fit a layout.
+    """Check that each array has the shape and type that the layout requires for its plane.
 
     Args:
-        planes: the arrays to check, in the layout's order.
-        layout: the layout.
+        planes: the arrays, in the order of the layout's planes; uint8 [number of blocks, bytes of
+            the plane per block].
+        layout: the layout of the model.
 
     Raises:
-        LayoutError: a plane does not fit, or the planes differ in their number of blocks.
+        LayoutError: there are too few or too many arrays, an array has another shape or type, or
+            the bytes of a block are not contiguous.
     """
     if len(planes) != len(layout.planes):
         raise LayoutError(

@@ -641,7 +641,11 @@ def _joined(ranges: Sequence[range]) -> list[range]:
 def _matched(
     match: Match, fetched: Fetched | None, block_size: int, source: Lease | None
 ) -> Matched:
-    """Count the matched tokens by the tier that they came from, wherever they are by now."""
+    """Count the prompt's cached tokens by their source: device, host, storage or another node.
+
+    Blocks that were fetched for this request count for storage or the other node, although they are
+    on the host or the device by now.
+    """
     full = match.num_blocks * block_size
     partial = match.partial.num_tokens if match.partial and source else 0
     on_device = (match.device_blocks + match.loading_blocks) * block_size
@@ -702,11 +706,11 @@ class Growth:
         self._short_of_quota: set[Request] = set()  # members of `extending` with a full quota
 
     async def extend(self, request: Request, num_tokens: int) -> None:
-        """Make room in a request's block table for `num_tokens` more tokens.
+        """Extend a request's block table by blocks for `num_tokens` tokens more.
 
-        The tokens follow the prompt and the committed tokens. The request waits until it gets all
-        of the blocks that the tokens need. Until then no waiting request is admitted, or, if only
-        the quota of its space is full, no waiting request of this space.
+        These tokens follow the prompt and the committed tokens. The call waits until all the blocks
+        are free. Until then, no waiting request is admitted. If the blocks are lacking only because
+        of the quota of the request's space, this applies only to requests of the same space.
 
         Args:
             request: the running request.
@@ -1018,9 +1022,10 @@ class Admissions:
     def _possible_wait(
         self, spec: RequestSpec, match: Match, give_up_at: float | None = None
     ) -> PromiseWait | None:
-        """Return a possible wait for another request's blocks; None if there is none.
+        """Return the wait for blocks that another request computes; None if no other does.
 
-        From `give_up_at` on, in seconds of the loop's clock, there is none; None for no such limit.
+        From the time `give_up_at` on, in seconds of the loop's clock, the result is always None,
+        because the request has waited long enough.
         """
         if not self._computing.num_promises or not spec.uses_cache:
             return None

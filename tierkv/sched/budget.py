@@ -130,9 +130,9 @@ class Budget:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Do not count the seconds of the body, which copies fetched blocks to the device.
+        """Pause the count of seconds inside the `with`, which copies fetched blocks to the device.
 
-        The end of the body counts as an arrival of blocks (see `arrived`).
+        Leaving the `with` counts as an arrival of blocks, which can extend the wait.
         """
         self._spent_s, self._is_stopped = self._spent(), True
         self._reschedule()

@@ -1,7 +1,7 @@
-"""Copies of blocks to a lower tier (device to host, host to storage), and lookups in storage.
+"""Copies of blocks from device to host and from host to storage, and lookups in storage.
 
-A block is copied early, as the write rules of the settings say, or because an eviction would
-otherwise lose it. The bytes of copies in flight are limited.
+A block is copied early if the settings say so, or at the latest when it would otherwise be lost by
+eviction. The bytes of running copies are limited.
 """
 
 from __future__ import annotations
@@ -94,17 +94,17 @@ class Beyond:
 async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> Beyond:
     """Ask storage which blocks of a prompt it has after the cached ones.
 
-    For the first block that storage lacks, the result may name a stored tail (partial last block)
-    of another prompt. This tail shares more first tokens with the block than are cached here.
+    If storage lacks one of these blocks, the result may name a stored tail (partial last block) of
+    another prompt that begins with the same tokens as the missing block.
 
     Args:
-        index: the index of the match.
+        index: the index in which `match` was found.
         storage: the storage tier.
         prompt: the prompt whose blocks are looked up.
         match: the cached blocks of `prompt` at this moment.
 
     Returns:
-        The blocks that storage has.
+        The blocks that storage has, the tail, and the number of tokens that a fetch would bring.
 
     Raises:
         StoreUnavailableError: the store did not answer in time.
@@ -253,16 +253,17 @@ class ByteBudget:
 class Flush:
     """A write of blocks from host slots to a store.
 
-    The slots are marked as being read (see `Slots.begin_reading`) until the write has ended.
+    Until the write has ended, the slots are not reused, even if their blocks are evicted.
 
     Attributes:
         keys: storage keys of the blocks.
         slots: host slots of the blocks, int32 [len(keys)].
-        worth: value of each block compared with others; the store may refuse those of low value.
-        runs: the same blocks as events describe them; [] without subscribers.
-        generation: number of deletions (see `Deletions`) that had begun when the write was planned.
+        worth: for each block, a number that is higher for more useful blocks. A full store may
+            refuse blocks with low numbers.
+        runs: the blocks as cache events describe them; [] if nobody subscribes to events.
+        generation: number of deletions of stored values that had begun when the write was planned.
             A later deletion cancels the write.
-        began: the point in the order of events at which the write began.
+        began: the point in the order of cache events at which the write began.
     """
 
     keys: list[StoredKey]
@@ -561,7 +562,11 @@ class Copies:
     async def _store_leaving(
         self, leaving: Leaving, lease: Lease, first: int, stop: int, generation: int
     ) -> None:
-        """Store blocks before their host slots are removed; give up after LEAVING_PATIENCE_S."""
+        """Write blocks to storage before the shrinking host tier removes their slots.
+
+        If a write takes longer than 1 second, this and later groups of blocks are removed without
+        being stored.
+        """
         node, stored = lease.node, [False] * (stop - first)
         try:
             async with self.storing.room((stop - first) * self._block_bytes):
@@ -733,7 +738,7 @@ class Copies:
         return True
 
     def _begin_flush(self, node: TreeNode, first: int, stop: int, generation: int) -> Flush:
-        """Mark the blocks' host slots as being read; return the write that `_end_flush` makes."""
+        """Prepare to write host blocks to storage: protect their slots, and return the `Flush`."""
         # A block is useless without the blocks before it: with equal hits the first is worth most.
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
         slots = self._index.slots(Tier.HOST, node, first, stop)

@@ -131,12 +131,12 @@ class EventPoint(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """A block that an event has reported as stored: block `at` of `run`.
+    """A block in storage, with the event that reported it: block `at` of `run`.
 
     Attributes:
         run: the blocks that the event reported together.
-        at: position of the block within the run.
-        number: number of the last event before that one.
+        at: position of the block within `run`.
+        number: number of the newest event at the last time when the block was known to be stored.
     """
 
     run: BlockRun
@@ -252,7 +252,7 @@ class CacheEvents:
     def subscribe(
         self, capacity: int = DEFAULT_CAPACITY, *, wants_tokens: bool = False
     ) -> Iterator[Subscription]:
-        """Yield a subscription to events until the body ends.
+        """Yield a subscription to events, which lasts until the `with` block ends.
 
         Args:
             capacity: largest number of events in the subscription's queue, at least 1; beyond it,
@@ -275,7 +275,7 @@ class CacheEvents:
 
     @contextmanager
     def subscribed(self, listener: EventListener) -> Iterator[None]:
-        """Call `listener.put` with each published event until the body ends."""
+        """Call `listener.put` with each published event until the `with` block ends."""
         self._subscriptions.append(listener)
         try:
             yield
@@ -514,7 +514,7 @@ class CacheEvents:
 
 
 def _joined(blocks: Iterable[_Stored]) -> list[BlockRun]:
-    """Return the blocks as runs; neighbours in a published run stay together."""
+    """Return the blocks as BlockRuns; consecutive blocks of one event become one BlockRun."""
     runs: list[BlockRun] = []
     run: BlockRun | None = None
     first = stop = 0

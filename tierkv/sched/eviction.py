@@ -32,11 +32,17 @@ class CopyDown(Enum):
 
 @dataclass(slots=True)
 class TierStats:
-    """Counts since the start of the node.
+    """Counts of evictions and copies since the start of the node.
 
     Attributes:
-        lifetimes: histogram of the time from a block's first caching to its eviction from the last
-            tier.
+        evicted_device_blocks: blocks evicted from the device.
+        evicted_host_blocks: blocks evicted from the host.
+        forgotten_blocks: blocks evicted from one of these tiers while the other did not have them.
+        offloaded_blocks: blocks copied from the device to the host.
+        skipped_offloads: blocks that were not copied to the host, because the host had no room.
+        failed_transfers: failed copies between device and host.
+        lifetimes: histogram of the seconds from a block's first caching to its eviction from the
+            last of these tiers.
     """
 
     evicted_device_blocks: int = 0
@@ -204,7 +210,10 @@ class Eviction:
         return missing
 
     def _num_that_can_go(self, tier: Tier) -> int:
-        """Return the number of copies that can be evicted with their slots free at once."""
+        """Return how many blocks of `tier` can be evicted with their slots free at once.
+
+        Slots that a write to storage still reads do not count.
+        """
         unheld = self.index.spaces.order[tier].num_unheld
         if tier is HOST:
             unheld -= self._slots.num_being_stored

@@ -30,10 +30,15 @@ class Miss(Enum):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Consecutive blocks [start, stop) of a prompt that were all found on the tier `where`.
+    """Consecutive blocks of a prompt, [start, stop), that are all on the same tier.
 
-    A stored tail (partial last block) counts as a block. "loading" means that the blocks are being
-    copied from the host to the device.
+    A stored tail (partial last block) counts as a block.
+
+    Attributes:
+        start: position of the first block in the prompt.
+        stop: position after the last block.
+        where: "device", "host", "storage", or "loading" for blocks that are being copied from the
+            host to the device.
     """
 
     start: int
@@ -51,9 +56,9 @@ class Explanation(msgspec.Struct, frozen=True):
         partial_tokens: number of further prompt tokens that are cached in a block of which only the
             first tokens match.
         first_miss: index of the first missing block; None if no block is missing.
-        reason: the text of a `Miss`.
-        tier: the tier from which the missing block was lost, or "storage" if the block is there;
-            None otherwise.
+        reason: the reason, such as "evicted" or "never stored".
+        tier: the tier from which the missing block was lost; "storage" if the block is only in
+            storage; None otherwise.
         at: time of the loss on the service's clock, in seconds; None if unknown.
         detail: more about the reason, in words.
         ago_s: seconds between the loss and this explanation; None if unknown.
@@ -142,10 +147,10 @@ _PLACES = {CopyState.READY: "device", CopyState.INCOMING: "loading", CopyState.A
 
 
 def _elsewhere(index: Index, prompt: Prompt, block: int) -> str | None:
-    """Return the name of another space that has block `block` of the prompt.
+    """Return the name of a space of another fingerprint that has block `block` of the prompt.
 
-    A space that has the whole prompt, its tail included, counts too. None if there is no such
-    space.
+    A space that has all tokens of the prompt counts too: block `block` is then the partial last
+    block. None if there is no such space.
     """
     for space in index.spaces.all():
         other = Prompt(prompt.tokens, prompt.block_size, prompt.extras, space.name)

@@ -73,7 +73,10 @@ class Waiting:
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
 
     def unpark(self) -> PromiseWait | None:
-        """End the wait for another request's blocks and return this wait; None without one."""
+        """End the wait that `park` began for another request's blocks.
+
+        The result is the `wait` that was given to `park`; None if the request does not wait.
+        """
         wait, self.wait = self.wait, None
         if wait is not None:
             wait.promise.num_waiting -= 1

@@ -196,9 +196,10 @@ class FetchGroups:
         before: asyncio.Task[bool] | None,
         on_arrival: Callable[[], None],
     ) -> bool:
-        """Fetch a group and insert it after the group `before`.
+        """Fetch a group of blocks to the host, and insert it into the index.
 
-        Return True if all blocks arrived.
+        `before` is the task that fetches the group before; None for the first group. The result is
+        True if all blocks of both groups, and of those before, arrived.
         """
         tiers, index = self._tiers, self._index
         keys, slots, kept, began = group.keys, group.slots, group.kept, tiers.events.now()
@@ -576,7 +577,13 @@ class Fetcher:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Keys of consecutive blocks, from block `start` of the prompt on, that one fetch brings."""
+    """Consecutive blocks that a running fetch reads from storage.
+
+    Attributes:
+        start: position of the first block in the prompt.
+        keys: storage keys of the blocks.
+        ended: done when the fetch has ended.
+    """
 
     start: int
     keys: Sequence[StoredKey]
@@ -668,7 +675,10 @@ class _Fetch:
         self._report(lease)
 
     def go_on_alone(self) -> None:
-        """Let the request go on with the arrived blocks, and fetch the rest until the deadline."""
+        """End the request's wait: the request uses the blocks that have arrived.
+
+        The fetch continues until its deadline, for later requests.
+        """
         if self.outcome.done():
             return
         if not self.is_whole:
@@ -736,10 +746,10 @@ class _Fetch:
             await self._fetch_shared_tail(keys)
 
     async def _match(self) -> tuple[Sequence[StoredKey], int]:
-        """Return the keys of the missing blocks, and the number of leading keys to read.
+        """Decide which blocks to read: return the keys of missing blocks, and how many to read.
 
-        The number covers the blocks that storage has, or all blocks if storage need not be asked.
-        It is 0 if the request shall compute instead.
+        The blocks to read are the first of the missing ones: those that storage has, or all if
+        storage is not asked beforehand. The number is 0 if computing is expected to be faster.
         """
         fetcher = self.fetcher
         keys = await self._wait_for_other_fetches()
@@ -767,10 +777,10 @@ class _Fetch:
         return keys, present
 
     async def _wait_for_other_fetches(self) -> Sequence[StoredKey]:
-        """Wait until no other call fetches the missing blocks; return their keys.
+        """Wait until no other fetch brings blocks that this prompt lacks; return their keys.
 
-        The result is [] if no block is missing or computing is estimated to be faster than the
-        wait.
+        The result is [] if no block is missing any more, or if computing is estimated to be faster
+        than waiting for the other fetch.
         """
         fetcher, landed = self.fetcher, self.landed
         index, keys = fetcher.tiers.index, self.promised

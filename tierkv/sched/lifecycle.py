@@ -60,12 +60,13 @@ class Lifecycle:
         return self._num_copies()
 
     async def forget(self) -> int:
-        """Remove blocks as `reset` does, in many short turns of the event loop.
+        """Remove all blocks that are not in use from device and host, while other tasks run.
 
-        Blocks that come into use during the call may stay.
+        Stored values stay, but no block counts as stored until storage is asked again. Blocks that
+        come into use during the call may stay.
 
         Returns:
-            The number of copies of blocks that stay.
+            The number of blocks left on the device plus the number left on the host.
         """
         for _ in self._forgetting():
             await asyncio.sleep(0)
@@ -255,15 +256,17 @@ class Lifecycle:
     async def empty_device(self, *, keeps_blocks: bool) -> None:
         """Take every device slot out of use; return when the device is empty and no copy runs.
 
-        The call waits for requests and pins. The caller must have paused admissions and be inside
-        `alone`. Cancelling the call restores the slots.
+        The call waits until requests and pins release their blocks. The caller must have paused
+        admissions, and must have entered `alone(Tier.DEVICE)`, so that no other call changes the
+        tier. Cancelling the call restores the slots.
 
         Args:
             keeps_blocks: True to copy blocks that only the device has to the host, if the host has
                 room.
 
         Raises:
-            OwnershipError: the device sleeps already.
+            OwnershipError: an earlier call has emptied the device, and the device was not refilled
+                since.
         """
         if self._asleep is not None:
             raise OwnershipError("the device already sleeps")

@@ -58,7 +58,10 @@ def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRul
 
 
 def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
-    """Split a victim into parts, the last first, each with True if another tier has a copy."""
+    """Split blocks to evict into parts, each with True if another tier has all of its blocks.
+
+    A part with False has no block that another tier has. The last blocks come first.
+    """
     node, start, stop = victim.node, victim.start, victim.stop
     host = node.copies[Tier.HOST]
     if tier is Tier.DEVICE and host.uniform is not None:

@@ -118,14 +118,17 @@ class PromiseWait:
 class Computing:
     """The blocks that the running requests of a node will compute (their promises).
 
-    A promise is found by the index node above its next block, and that block's tokens. The
-    computing request may be slow, fail or end early, so every wait for its blocks has a time limit.
+    A promise is listed under the index node after which the request computes its next block, and
+    under the tokens of this block. Another request whose prompt continues the node with the same
+    tokens finds the promise and can wait for the blocks. The computing request may be slow, fail or
+    end early, so every wait for its blocks has a time limit.
 
     Args:
         prefill: the estimate of computing times, updated when all blocks of a promise are computed.
             No request waits before the engine has reported its speed.
         on_progress: called when blocks that requests wait for were computed, or will not be.
-        decisions: the counts to update.
+        decisions: the counts of waits for other requests, to be updated; None to count in a new
+            object.
     """
 
     def __init__(
@@ -288,11 +291,11 @@ class Computing:
         return PromiseWait(promise, shared, patience_s, left_s <= compute_s, compute_s)
 
     def is_worth_it(self, wait: PromiseWait) -> bool:
-        """Return whether a wait is estimated to be better than computing the same blocks.
+        """Return whether waiting for another request's blocks seems faster than computing them.
 
-        A wait is lost if the blocks do not come in time. Each further lost wait in a row doubles
-        the number of possible waits that are skipped next. No request waits while lost waits have
-        cost more seconds than successful ones have saved (see `Regret`).
+        The result is also False after waits in which the blocks did not come in time: several of
+        such failed waits in a row make the next requests not wait, and so does a total loss of more
+        seconds than waiting has saved.
         """
         return wait.is_sooner and not self._skip and self._regret.seconds > 0
 
@@ -310,7 +313,9 @@ class Computing:
         self._decisions.wait_device += 1
 
     def note_wait(self, wait: PromiseWait, waited_s: float, *, was_worth_it: bool) -> None:
-        """Record the result of a wait, by which `is_worth_it` judges later waits.
+        """Record whether a wait for another request's blocks saved time.
+
+        The results of past waits decide whether later requests wait.
 
         Args:
             wait: the wait that has ended.

@@ -41,7 +41,7 @@ __all__ = ["Scheduler", "SchedulerStats"]
 
 
 class Scheduler:
-    """Admits requests in the order of `WaitingLine`; the first is admitted as soon as it fits.
+    """Admits requests when the device has free blocks for them, in the order of `WaitingLine`.
 
     No request overtakes the first in the queue, so none starves. Blocks for the prompt and
     `max_new_tokens` are reserved at admission. A running request that needs more blocks gets them
@@ -49,8 +49,8 @@ class Scheduler:
 
     Args:
         tiers: the tiers whose device blocks the requests use.
-        prefill: estimate of computing times. A request waits for blocks that another request
-            computes if that is estimated to be faster (see `Computing`).
+        prefill: estimate of the time to compute a prompt. A request waits for blocks that another
+            request computes if the wait is estimated to be shorter.
 
     Attributes:
         growth: gives running requests more blocks.

@@ -72,7 +72,10 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.host_max_blocks or self.host_blocks
 
     def quota(self) -> Quota:
-        """Return the limits on device and host blocks of each named tenant (None: no limit)."""
+        """Return the largest numbers of device and of host blocks per tenant; None for no limit.
+
+        The settings are `tenant_device_blocks` and `tenant_host_blocks`.
+        """
         return self.tenant_device_blocks, self.tenant_host_blocks
 
     def policies(self) -> tuple[EvictionPolicy, EvictionPolicy]:

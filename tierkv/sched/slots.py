@@ -107,7 +107,7 @@ class Work:
                 self._changed.set()
 
     async def next_change(self) -> None:
-        """Wait for the next call of `capacity_changed`: slots may have become free.
+        """Wait until slots may have become free; `capacity_changed` ends the wait.
 
         Raises:
             ShuttingDownError: the node has shut down.
@@ -216,14 +216,14 @@ class Work:
             self.capacity_changed()
 
     def started(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        """Run `work` in a task, and return the task for a caller that may cancel it.
+        """Run `work` in a task, and return the task.
 
         Args:
             work: the coroutine to run.
             name: name of the task.
 
         Returns:
-            The task; `running` waits for its end.
+            The task, which can be cancelled. `running` ends only after the task has ended.
 
         Raises:
             ShuttingDownError: the node is stopping after a failure.
@@ -271,10 +271,10 @@ class Leaving:
 
 
 class Slots:
-    """The slots of device and host, with the slots that copies use outside the index.
+    """The slots of device and host that no block of the index has: free ones and lent ones.
 
-    A slot is lent while a copy uses it and it is neither free nor in the index. `verify` adds up
-    free, indexed and lent slots to find lost ones.
+    A slot is lent while a copy uses it before or after it belongs to a block in the index. `verify`
+    adds up free, indexed and lent slots to find lost ones.
 
     Attributes:
         pools: by tier, the free slots.
@@ -358,7 +358,8 @@ class Slots:
     def begin_reading(self, slots: Ids) -> None:
         """Record that a store reads host slots from now on; call `end_reading` with the same slots.
 
-        Until then the blocks in the slots can be evicted, but the slots do not become free.
+        Before the call of `end_reading`, the blocks in the slots can be evicted, but the slots do
+        not become free.
         """
         self._readers()[slots] += 1
         self._num_reads += len(slots)

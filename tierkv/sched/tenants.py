@@ -78,12 +78,12 @@ class Tenants:
         return short if short in self._fingerprints or short in self._set_quotas else None
 
     def space_of(self, tenant: str, adapter: str = "") -> str:
-        """Return the name of the space for a tenant and an adapter; an unknown space is opened.
+        """Return the name of the space of a tenant and an adapter; open the space if necessary.
 
         A new space has the quota that is set for its tenant. If too many spaces are open, the least
-        recently used one without requests is closed, and its blocks are removed from device and
-        host. If it has many blocks, a task removes them; the space stays open if a request asks for
-        it before the task has ended.
+        recently used space without requests is closed, and its blocks are removed from device and
+        host. For a space with many blocks, a task removes the blocks; if a request uses the space
+        before the task has ended, the space stays open.
 
         Args:
             tenant: name of the tenant.
@@ -219,7 +219,10 @@ class Tenants:
         return before
 
     def _check_unused(self, name: str) -> TreeNode:
-        """Return the root of a space that can be closed; raise BadRequestError if it cannot."""
+        """Return the root of an open space that is not in use; otherwise raise BadRequestError.
+
+        The service's own space always counts as in use.
+        """
         if name == DEFAULT or name not in self._fingerprints:
             raise BadRequestError(
                 f"fingerprint {name!r} cannot be closed: it is not open, or is the service's own"

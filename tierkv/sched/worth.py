@@ -1,10 +1,10 @@
 """The choice between fetching from storage and computing, and the measured speeds of both.
 
 A request waits for storage if fetching its missing tokens is estimated to be faster than computing
-them, or slower by at most PREFERENCE_S. The wait ends after twice the estimated fetch time or after
-the computing time, whichever is shorter, but never before the estimated fetch time; 10 % of the
-computing time and 30 ms are added. The speed of storage is kept as two moving averages: the seconds
-of a round trip, and bytes a second. Failures of a store are handled by its circuit breaker
+them, or slower by at most PREFERENCE_S. The longest wait is the shorter of the computing time and
+twice the estimated fetch time, but not shorter than the estimated fetch time. To this wait, 10 % of
+the computing time and 30 ms are added. The speed of storage is kept as two moving averages: the
+seconds of a round trip, and bytes a second. Failures of a store are handled by its circuit breaker
 (`storage/guard.py`).
 """
 
@@ -67,13 +67,14 @@ class Regret:
     """The seconds that may still be lost by waiting for blocks that other requests compute.
 
     Such a wait is lost time if the other request does not compute the blocks in time. Every new
-    request adds 2 % of its computing time to the balance, every successful wait adds the seconds
-    that it saved, and every lost wait subtracts its seconds.
+    request adds 2 % of its computing time to the balance; a request larger than all before adds
+    more. Every successful wait adds the seconds that it saved, and every lost wait subtracts its
+    seconds.
 
     Attributes:
         seconds: the balance.
         usual_s: largest computing time of the recent requests, in seconds; the value decreases by 2
-            % with each request.
+            % with each smaller request.
         largest_s: computing time of the largest request so far, in seconds.
     """
 
@@ -106,15 +107,19 @@ class Regret:
 
 @dataclass(slots=True)
 class Line:
-    """A least-squares line through measured times: seconds = fixed part + slope × units of work.
+    """A least-squares line through measured times: seconds = fixed part + slope × units.
+
+    A unit is, for example, a token to compute or a byte to transfer.
 
     Attributes:
-        decay: factor by which each new sample multiplies the weight of all earlier ones.
+        decay: factor by which each new sample multiplies the weight of all earlier samples.
         weight: sum of the samples' weights; 0 without a sample.
         x: weighted sum of units.
         y: weighted sum of seconds.
         xx: weighted sum of units².
         xy: weighted sum of units × seconds.
+        is_of_one_size: True if all samples have the same number of units; the fixed part is then
+            unknown.
     """
 
     decay: float = 0.9
@@ -353,10 +358,10 @@ class TierSpeed:
         """Record how long the store took to answer a lookup.
 
         Args:
-            seconds: time from the lookup to its answer. A time below half of the average replaces
-                the average.
-            has_found: True if the store had at least one of the blocks; None leaves `found_share`
-                unchanged.
+            seconds: time from the lookup to its answer. The average of these times is kept; a time
+                below half of the average becomes the new average.
+            has_found: True if the store had at least one of the blocks, False if it had none. None
+                if the lookup says nothing about how often blocks are found.
         """
         if not self.round_trip_s or seconds < self.round_trip_s / _SURPRISE - _TICK_S:
             self.round_trip_s = max(seconds, 1e-6)

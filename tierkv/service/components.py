@@ -401,7 +401,7 @@ def check(config: ServiceConfig) -> RankedDevice | None:
 async def opened(
     config: ServiceConfig, memory: Memory, storage: StorageTier
 ) -> AsyncIterator[Components]:
-    """Open the components; at the end of the body wait for every copy, and check for leaks.
+    """Open the components of a service. On leaving, wait for every copy, and check for leaks.
 
     Args:
         config: the values that the service is built from.
@@ -412,8 +412,8 @@ async def opened(
         The components.
 
     Raises:
-        ConfigError: the values do not fit together, or there is too little memory.
-        InvariantError: at the end, a lease or slot was not released.
+        ConfigError: values of `config` contradict each other, or there is too little memory.
+        InvariantError: on leaving, a lease or slot was not released.
     """
     settings, ranks = config.settings, check(config)
     device = config.device

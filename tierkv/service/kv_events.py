@@ -302,9 +302,9 @@ class KvEventPublisher:
         self._number += 1
 
     async def _answer_replays(self, zmq: Any, replayer: Any) -> None:  # noqa: ANN401 - ZeroMQ's
-        """Answer clients that ask for missed batches.
+        """Send earlier events again to subscribers that have missed some and ask for them.
 
-        A client's next request ends the answer to its present one.
+        If a subscriber asks again, the answer to its earlier request stops.
         """
         ended = LogThrottle(log, "a replay of events was not sent completely (x%d): %s")
         running: dict[bytes, asyncio.Task[None]] = {}

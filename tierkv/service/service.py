@@ -188,15 +188,15 @@ class Service:
     Args:
         device: the device of the cache.
         fingerprint: the service's own fingerprint: model, layout, adapter and tenant.
-        settings: sizes and rules of the tiers.
+        settings: sizes of the tiers, and settings of copies, fetches and eviction.
         handoff: settings of tickets, and the name prefix and lifetime of all stored values.
-        store: the store that all tenants use by default; None for none.
+        store: the store that all tenants use by default; None for no store.
         storage: other settings of the storage tier, such as the protection of stored values and the
             stores of single tenants; None for the defaults.
         name: name of this node.
         other_groups: for each cache group with a layout of its own, its fingerprint and number of
             host slots. `EngineCache` records these groups' blocks; they are not in the index.
-        kv_events: addresses at which cache events are published; None for none.
+        kv_events: addresses at which cache events are published; None to publish no events.
     """
 
     def __init__(  # noqa: PLR0913 - what a service is made of
@@ -401,10 +401,13 @@ class Service:
     def close_fingerprint(self, space: str) -> int:
         """Refuse prompts of a space from now on, and remove its blocks from device and host.
 
-        Stored values stay. No other task runs during the call.
+        Blocks in storage are not removed. The call does not yield to the event loop.
+
+        Args:
+            space: the name that `open_fingerprint` returned.
 
         Returns:
-            The number of removed copies of blocks.
+            The number of blocks removed from the device plus the number removed from the host.
 
         Raises:
             BadRequestError: the space is in use or not open; nothing has changed.
@@ -412,14 +415,15 @@ class Service:
         return self.tenants.close(space)
 
     async def retire_fingerprint(self, space: str) -> int:
-        """Close a space: remove its blocks, then refuse its prompts.
+        """Remove the blocks of a space from device and host, then refuse its prompts.
 
-        Other tasks run during the call.
+        Other tasks of the event loop run during the call. Blocks in storage are not removed.
 
-        Stored values stay.
+        Args:
+            space: the name that `open_fingerprint` returned.
 
         Returns:
-            The number of removed copies of blocks.
+            The number of blocks removed from the device plus the number removed from the host.
 
         Raises:
             BadRequestError: the space is not open or is in use. If a request begins to use it

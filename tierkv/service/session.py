@@ -611,7 +611,10 @@ class Session:
                 publishing.stream = None
 
     async def _give_up_streams(self, reason: str) -> None:
-        """End each publish of the unfinished prompt, and wait until a new one may be started."""
+        """Fail the publishes that run while the prompt is computed.
+
+        New ones can then be started.
+        """
         given_up = [name for name, one in self._publishes.items() if one.stream is not None]
         self._fail_streams(reason)
         await self._published()

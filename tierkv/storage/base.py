@@ -73,7 +73,7 @@ class BaseStore(ABC):
         """Do nothing: this store needs no registered memory."""
 
     def on_recovery(self, call: Callable[[], None]) -> None:  # noqa: B027 - a default
-        """Do nothing: without a breaker, a store does not find out that it answers again."""
+        """Ignore `call`, because a store without a breaker never reports that it has recovered."""
 
     @abstractmethod
     async def present(self, names: Sequence[str]) -> list[bool]: ...

@@ -251,8 +251,8 @@ class Codec(ABC):
             header: the header, `header_bytes` bytes.
             stored: the bytes after the header.
             identity: the block that the value must contain.
-            digest: a result of `digest` that has received all bytes of the value; None to compute
-                the checksum here.
+            digest: the checksum object that `Codec.digest` returned, after it has received all
+                bytes of the value; None to compute the checksum here.
             num_bytes: length of the value without its header, in bytes; negative if the value is
                 shorter than its header. None for the length of `stored`.
 
@@ -281,7 +281,11 @@ class Codec(ABC):
     def _close(
         self, fields: bytes, stored: Buffer, identity: ValueIdentity
     ) -> tuple[bytes, Buffer]:
-        """Return the complete header, with checksum, signature or tag, and the bytes after it."""
+        """Complete the header of a value with a checksum, signature or encryption tag.
+
+        `fields` is the header without it, and `stored` the bytes after the header. The result is
+        the complete header, and the bytes to store after it: `stored`, or its encryption.
+        """
 
     @abstractmethod
     def _open(
@@ -292,7 +296,11 @@ class Codec(ABC):
         identity: ValueIdentity,
         digest: Digest | None,
     ) -> None:
-        """Check a value, decrypting `stored` in place; raise DamagedValueError if it is wrong."""
+        """Verify a value's checksum, signature or tag. If encrypted, decrypt `stored` in place.
+
+        `fields` is the first part of the header, `rest` the part with the checksum, signature or
+        tag. DamagedValueError is raised if the value is not what was written.
+        """
 
 
 def is_packed(header: Buffer) -> bool:

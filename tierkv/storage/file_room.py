@@ -38,18 +38,18 @@ _ABOVE_VALUES = re.compile(r"[^/]+(/[0-9a-f]){0,2}")
 
 
 def relative_path(name: str) -> tuple[str, ...]:
-    """Return the path of the value called `name` below the store's directory, as its parts.
+    """Return the path of the value called `name` in the store: (folder, ..., file name).
 
-    Values are spread over 256 directories on two levels. With a million values, each has 4,000
-    files.
+    Values are spread over 256 directories on two levels. With a million values, each of the 256 has
+    4,000 files.
 
         a:b:c:d     ->  a,b / 7 / e / c,d          prefix, two levels of fan-out, file
         a:b         ->  a / 0 / 3 / b
         a           ->  , / 9 / c / a
 
-    Fields of names start with a letter or digit and contain no comma or slash. Therefore no part of
-    a path is "." or "..", no two names have the same path, and no value has a path of the store's
-    own files, which start with a dot.
+    Fields of names start with a letter or digit and contain no comma or slash. Therefore no
+    component of a path is "." or "..", no two names have the same path, and no value has a path of
+    the store's own files, which start with a dot.
 
     Raises:
         BadRequestError: stores do not accept the name.
@@ -272,10 +272,13 @@ class Scratch:
     """
 
     def __init__(self, root: Path) -> None:
-        """Remove the directories of dead processes, then create the directory of this process.
+        """Create this process's directory for unfinished values; remove those of dead processes.
 
-        If the disk accepts no writes, no directory is created: `refused` is the error, values can
-        still be read, and `renew` creates the directory later.
+        If the disk accepts no writes, no directory is created, and the error is in the attribute
+        `refused`. Values can still be read, and a later call of `renew` creates the directory.
+
+        Args:
+            root: the store's directory.
 
         Raises:
             OSError: the directory cannot be created or read.
@@ -581,7 +584,12 @@ class Room:
     def _evict(
         self, num_bytes: int, remove: Callable[[str], bool], *, is_refused: bool = False
     ) -> bool:
-        """Evict values; return True if the bytes removed here make room for `num_bytes` more."""
+        """Evict values until there is room for `num_bytes` more bytes, and some spare.
+
+        `remove` deletes the file at a path and returns True if there was one. `is_refused` is True
+        if the file system has refused a write of `num_bytes`, whatever it reports as free. The
+        result is True if this call removed enough bytes.
+        """
         counts = self._used.counts()
         parts, used = self._list_files()
         self._used.record(used, counts)
@@ -608,7 +616,10 @@ class Room:
         return freed >= max(over, lacking)
 
     def _list_files(self) -> tuple[list[list[_File]], int]:
-        """Return all files and their total bytes; the files in sorted lists of at most 1,000."""
+        """Return all files and their total bytes.
+
+        The files are in lists of at most 1,000, each sorted in the order of eviction.
+        """
         parts: list[list[_File]] = []
         part: list[_File] = []
         used = 0

@@ -1,7 +1,7 @@
 """`GuardedStore`: deadlines, a circuit breaker and a queue of writes around any store.
 
-reads  -> known missing? -> breaker -> one of max_reads slots -> deadline -> inner
-writes -> queue, bounded -> breaker -> write_batches at a time -> deadline -> inner
+reads  -> known missing? -> breaker -> at most max_reads at a time -> deadline -> inner
+writes -> queue, bounded -> breaker -> write_batches at a time     -> deadline -> inner
                                 ^--- successes and failures are counted ---'
 """
 
@@ -410,7 +410,6 @@ class GuardedStore(StoreWrapper):
     # Deadlines and retries
 
     def _deadline_s(self, num_bytes: int, timeout_s: float = 0.0) -> float:
-        """Return the seconds that an operation may take; a `timeout_s` of 0 means that of reads."""
         timeout_s = timeout_s or self._settings.timeout_s
         return timeout_s + num_bytes / self._settings.slowest_bytes_per_s
 
@@ -427,7 +426,6 @@ class GuardedStore(StoreWrapper):
             return f"{self.url} did not answer within {deadline_s * 1000:.0f} ms"
 
         def note_stuck() -> None:
-            """Count a failure of an operation that still runs some time after it was cancelled."""
             # Writes that hang do not open the breaker of a store that answers reads, because each
             # answered read sets the number of failures back to 0.
             nonlocal is_stuck
@@ -550,7 +548,16 @@ class GuardedStore(StoreWrapper):
     # Listings have no deadline: they take long, and only an operator waits for them
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """Return one page of a listing, as `Store.list` does, without a deadline."""
+        """Return one page of the values under `prefix`, in no particular order, without a deadline.
+
+        Args:
+            prefix: start of the values' names: a name, or a name and a colon.
+            limit: largest number of values in the page, approximately; at least 1.
+            cursor: `cursor` of the previous page; None for the first page.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+        """
         return await self._with_known_errors(
             lambda store: store.list(prefix, limit=limit, cursor=cursor)
         )
@@ -734,7 +741,7 @@ class NegativeCache:
         self.num_hits = 0
 
     def has(self, name: str) -> bool:
-        """Return True if `name` counts as missing."""
+        """Return True if the store has recently reported that `name` has no value."""
         until = self._until.get(name)
         if until is None or until <= self._clock.monotonic():
             return False
@@ -743,10 +750,10 @@ class NegativeCache:
 
     @contextmanager
     def asking(self) -> Iterator[Callable[[str], None]]:
-        """Yield a function to call with each name that the store reports missing in the body.
+        """Record which names the store reports missing, for the call in the `with` block.
 
-        A name that is written during the body is not recorded, because the store may have answered
-        before the write.
+        Call the yielded function with each missing name. A name that is written before the `with`
+        block ends is not recorded, because the store may have answered before the write.
         """
         since = _WrittenSince()
         self._asked.append(since)

@@ -391,9 +391,9 @@ class OpensLater(StoreWrapper):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Try to open the store once, and run the body even if that failed.
+        """Try to open the store once on entering the `async with`, and continue even if that fails.
 
-        During the body, opening is tried every second until it succeeds.
+        Inside the `async with`, opening is tried again every second until it succeeds.
 
         Raises:
             ConfigError: the store's settings are wrong.

@@ -112,7 +112,7 @@ class _Attached:
         self._is_over = asyncio.Event()
 
     def __enter__(self) -> Store:
-        """Return the store, and keep it open until the body ends."""
+        """Return the store, which stays open until the `with` block ends."""
         self._num_under_way += 1
         self._is_idle.clear()
         return self.store
@@ -123,7 +123,10 @@ class _Attached:
             self._is_idle.set()
 
     async def keep(self) -> None:
-        """Open the store; return when it is closed again or could not be opened (see `error`)."""
+        """Open the store, and return when it is closed again.
+
+        If the store cannot be opened, `error` is set and the call returns.
+        """
         try:
             async with supervised({"tierkv-open-store": self._keep_open}):
                 await self.is_detached.wait()
@@ -185,10 +188,10 @@ class Places:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Attach the common store until the body ends.
+        """Attach the common store until the `async with` block ends.
 
-        At the end, detach all stores and wait for operations under way. Errors of the common
-        store's `running()` are raised before the body.
+        At the end, all stores are detached, and operations that have begun are awaited. An error of
+        the common store's `running()` is raised before the block begins.
         """
         async with task_group() as tasks:
             self._tasks = tasks

@@ -153,12 +153,13 @@ class Topics:
             listener.receive(message)
 
     def set_live(self, topic: str, *, is_live: bool) -> None:
-        """Set `is_live` of a topic's listeners, and pass EMPTY_MESSAGE to each.
+        """Record whether listeners of a topic receive messages now, and make them read the store.
 
-        The message makes them read the store, because earlier messages may be lost.
+        Each listener's `is_live` is set, and each gets EMPTY_MESSAGE, which means "read the store":
+        earlier messages may be lost.
 
         Args:
-            topic: name of a value.
+            topic: name of the stored value that the messages are about.
             is_live: True if messages arrive from now on; False if listeners have to read the store
                 from time to time.
         """
@@ -179,7 +180,7 @@ class Polling:
         yield
 
     async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
-        """Send nothing."""
+        """Do nothing, because this store cannot send messages."""
 
     @contextmanager
     def listen(self, topic: str) -> Iterator[Listener]:  # noqa: ARG002 - the protocol's
@@ -227,10 +228,14 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """Return `name` if stores accept it.
+    """Return `name` if stores accept it as the name of a value.
+
+    A name consists of 1 to 8 fields, separated by colons, and has at most 250 characters. A field
+    begins with a letter or digit and continues with letters, digits, ".", "_" and "-"; two dots in
+    a row are not accepted.
 
     Raises:
-        BadRequestError: stores do not accept the name; see `is_name`.
+        BadRequestError: stores do not accept the name.
     """
     if not is_name(name):
         raise BadRequestError(f"{name[:80]!r} is not a valid name of a value")

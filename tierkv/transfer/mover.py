@@ -383,16 +383,16 @@ _TIMED_EVERY_S = 0.25
 
 
 class LayerTimes(msgspec.Struct, frozen=True):
-    """Arrival times of layers in loads, in seconds after the load was submitted.
+    """Arrival times of layers, in seconds from the submission of a load, over several loads.
 
-    The event loop measures one load at a time, at most four in a second. A time includes the wait
-    for earlier loads and the copies of all earlier layers. The time of one layer alone is its mean
-    minus the mean of the layer before.
+    A layer's arrival time includes the wait for earlier loads and the copies of the layers before
+    it. The mean time of one layer's copy is the mean arrival time of the layer minus that of the
+    layer before. Only a sample of the loads is measured: one at a time, at most four in a second.
 
     Attributes:
         num_loads: number of measured loads.
-        total_s: sum of the arrival times over these loads, one entry per layer.
-        longest_s: longest arrival time, one entry per layer.
+        total_s: sum of the arrival times, one number per layer.
+        longest_s: longest arrival time, one number per layer.
     """
 
     num_loads: int

@@ -58,10 +58,10 @@ class Slice:
     host: HostSlots
 
     def payload(self, slot: int, num_tokens: int) -> Bytes1D:
-        """Return the part of a slot into which a stored value's payload is read.
+        """Return the memory in a host slot into which a stored value's payload is read.
 
-        The payload of a tail is packed: after the read, `Values.check` moves each plane's bytes to
-        their place in the slot.
+        The planes of a tail are stored without gaps, so that its payload is shorter than the slot.
+        `Values.check` moves the planes to their offsets in the slot after the read.
 
         Args:
             slot: id of the host slot.
@@ -349,18 +349,19 @@ class TailLists:
         *,
         missing: Collection[bytes] = (),
     ) -> SharedTail | None:
-        """Return the listed tail after a block that shares the most leading tokens with a prompt.
+        """Return the stored tail that shares the most tokens with a prompt's next block.
 
-        With some layouts, such as recurrent states, a part of a block cannot be used. Then only
-        tails count whose tokens all belong to the prompt.
+        Only tails that follow block `parent` are compared. If a layout's blocks can only be used
+        whole, such as recurrent states, a tail that has tokens beyond the prompt, or other tokens,
+        is skipped.
 
         Args:
-            parent: digest of the block before the tail, 32 bytes.
+            parent: key of the block before the tail, 32 bytes.
             wanted: the prompt's tokens after that block, int32 as bytes.
             extra: extra keys of the prompt's next block; a tail with other extra keys is skipped.
             space: name of the prompt's space (short form of its fingerprint); "" for the service's
                 own.
-            missing: digests of tails that are known not to be stored; they are skipped.
+            missing: keys of tails that are known not to be stored; they are skipped.
 
         Returns:
             The tail. None if no tail shares a token, if the store does not answer, or while stored
@@ -446,7 +447,19 @@ _PLAIN = PlainCodec()
 
 @dataclass(slots=True)
 class StorageStats:
-    """Counts of one `StorageIO`'s reads and writes since the start of the node."""
+    """Counts of reads from storage and writes to storage since the start of the node.
+
+    Attributes:
+        fetched_blocks: number of blocks read.
+        fetched_bytes: number of bytes read.
+        flushed_blocks: number of blocks written.
+        flushed_bytes: number of bytes written.
+        skipped_blocks: number of blocks not written, because the store had them already.
+        damaged_blocks: number of blocks whose stored value was damaged.
+        damaged_lists: number of damaged lists of tails (a list names the tails after one block).
+        failed_reads: number of blocks that could not be read.
+        failed_writes: number of blocks that could not be written.
+    """
 
     fetched_blocks: int = 0
     fetched_bytes: int = 0
@@ -544,9 +557,9 @@ class StorageIO:
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
         """Return how many of `keys` the store has before the first one that it lacks.
 
-        A block counts if the slices of all ranks are stored, by a node of as many ranks as this one
-        or by one whose slices can be put together here. The number is 0 while stored values are
-        being deleted.
+        A block counts only if the slices of all ranks are stored. Slices may come from a node with
+        another number of ranks, if the setting `peer_tensor_parallel` allows to convert them. The
+        number is 0 while stored values are being deleted.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -611,7 +624,11 @@ class StorageIO:
             self._toucher.used(names)
 
     async def _sizes_of(self, keys: Sequence[StoredKey], tried: int) -> list[int | None]:
-        """Return, per block, a number of ranks (not `tried`) with which it is stored, or None."""
+        """Ask the store by how many ranks each block was written, one slice per rank.
+
+        The result has a number of ranks for each block; None if no number of ranks that this node
+        and its peers have fits the stored slices. The number `tried` is not asked for.
+        """
         sizes = [n for n in (self.slices.size, *self.slices.peer_tensor_parallel) if n != tried]
         if not sizes or not keys:
             return [None] * len(keys)
@@ -820,7 +837,11 @@ class StorageIO:
     async def _encoded_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """Call `Values.encode_later` in steps, between which the event loop can send values."""
+        """Return the stored values of blocks, without the checksums, which the sender computes.
+
+        After each batch of blocks the event loop can run other tasks. None if the sender cannot
+        compute the checksum of a block, for example of a tail.
+        """
         items: list[PutItem] = []
         for at in range(0, len(keys), _MADE_AT_ONCE):
             if at:
@@ -934,11 +955,11 @@ class Values:
     def reads_bytes(
         self, keys: Sequence[StoredKey], sizes: Sequence[int], reads: Sequence[Read]
     ) -> bool:
-        """Return True if `check` takes more than about 4 us per read, and should run in a thread.
+        """Return True if checking the reads takes long, so that `check` should run in a thread.
 
-        This is true if the store has not computed the digest of a value, if values are compressed,
-        if a block is a tail or was stored by a node with another number of ranks, and for more than
-        64 reads.
+        This is the case if bytes must be hashed, decompressed or moved: the store has not computed
+        a digest, values are compressed, a block is a tail, or a block was stored by a node with
+        another number of ranks. More than 64 reads count as long, too.
 
         Args:
             keys: keys of the blocks.
@@ -1042,13 +1063,15 @@ class Values:
     def encode(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float], *, is_late: bool
     ) -> list[PutItem]:
-        """Return the values of blocks, one per rank and block. The call blocks the thread.
+        """Return the stored values of blocks, one per rank and block. The call blocks the thread.
 
         Args:
             keys: keys of the blocks.
             slot_ids: int32 [len(keys)], the slots.
-            worth: value of each block to later requests (see `StorageIO.flush`).
-            is_late: True to leave checksums to the sender where possible, as `encode_later` does.
+            worth: value of each block to later requests; if too many writes are waiting, the blocks
+                of least value are dropped.
+            is_late: True to let the sender compute checksums where possible; False to compute all
+                of them here.
         """
         return [
             (self._later(key, part, int(slot), value) if is_late else None)
@@ -1134,7 +1157,10 @@ class Toucher:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Renew times to live until the body ends; queued renewals are then dropped."""
+        """Run the task that renews the times to live, for as long as the context is entered.
+
+        Renewals that are still queued at the exit are dropped.
+        """
         async with supervised({"tierkv-touch": self._keep_touching}):
             yield
 

@@ -190,15 +190,15 @@ class StorageTier:
         own: str,
         block_ttl_s: float | None,
     ) -> AsyncIterator[StorageIO]:
-        """Yield a `StorageIO` for blocks of another layout, which are in the same stores.
+        """Yield an object that reads and writes blocks of a second layout in the attached stores.
 
         Enter this context before that of `running()`, and leave it after.
 
         Args:
-            names: makes the names in storage of these blocks.
-            layout: layout of these blocks.
-            host: host slots of this layout.
-            own: short form of the service's fingerprint, whose codec these blocks get.
+            names: makes the names of these blocks in storage.
+            layout: the second layout, for example of another cache group.
+            host: host slots of the second layout.
+            own: short form of the service's fingerprint. Its codec encodes these blocks, too.
             block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
         """
         codecs = self.options.codecs
@@ -223,7 +223,10 @@ class StorageTier:
 
     @property
     def attached_io(self) -> StorageIO | None:
-        """`io` while some store is attached, else None."""
+        """The object that reads and writes blocks in the attached stores.
+
+        None while no store is attached.
+        """
         return self.io if self._stores.attached else None
 
     @property
@@ -239,12 +242,11 @@ class StorageTier:
     async def attach(self, store: str | Store, tenant: str = "") -> None:
         """Open a store and use it from now on, in place of the attached one, if any.
 
-        After any error, those of the store's `running()` included, the earlier store stays
-        attached.
+        If the store cannot be opened, for whatever reason, the earlier store stays attached.
 
         Args:
             store: the store, or its URL.
-            tenant: short form of the fingerprint that owns all blocks in this store; "" for the
+            tenant: short name of the fingerprint whose blocks are kept in this store; "" for the
                 common store.
 
         Raises:

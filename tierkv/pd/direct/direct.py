@@ -352,13 +352,14 @@ class Claimer:
         machine: str,
         may_land: Callable[[], bool],
     ) -> None:
-        """Create the claimer, without an address; `learn` sets it.
+        """Create the object for one claim; `learn` sets the producer's address later.
 
         Args:
             tiers: the tiers of this node.
-            offers: the list of producers' blocks that this node's fetches read; answers are added
-                to it.
-            landing: copies blocks from other nodes' devices; None if this node cannot.
+            offers: the list of producers' blocks that this node's fetches read; the producer's
+                answers are added to the list.
+            landing: copies blocks from other nodes' devices; None if this node cannot read other
+                nodes' devices.
             machine: identity of this machine, from `this_machine`.
             may_land: returns True if the device has room for the claim's blocks now.
         """
@@ -474,10 +475,13 @@ class Claimer:
             raise
 
     async def failure(self) -> str:
-        """Ask the producer why it has given up the publish; return "" if it has not, or is silent.
+        """Ask the producer why it has given up the publish.
 
-        The question uses a connection of its own, because a question on the connection of `ask`
-        would end the protection of the blocks of the last answer there.
+        The call opens a connection of its own. A question on the connection of `ask` would let the
+        producer evict the blocks of its last answer.
+
+        Returns:
+            The reason; "" if the producer has not given up, or does not answer.
         """
         address = self._address
         if address is None:

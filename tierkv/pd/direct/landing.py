@@ -152,14 +152,13 @@ class Landing:
         *,
         allocate: Callable[[Prompt, int], Ids],
     ) -> None:
-        """Create the object; `land` copies blocks inside `running`.
+        """Create the object. Blocks can be copied while its `running()` is entered.
 
         Args:
             tiers: the tiers of this node.
             sharing: opens the device memory of other processes.
-            stats: counts of the node's hand-offs.
-            allocate: `Scheduler.acquire_device`, which returns device slots for a number of blocks
-                of a prompt.
+            stats: counters of the node's hand-offs.
+            allocate: function that returns device slots, int32 [n], for n blocks of a prompt.
         """
         self._tiers = tiers
         self._allocate_now = allocate
@@ -203,7 +202,8 @@ class Landing:
                 it shares no device memory.
 
         Returns:
-            False if `place` is "", or if an earlier attempt to open memory there has failed.
+            False if `place` is "", or if an earlier attempt to open memory of the same `place` has
+                failed.
         """
         return bool(place) and place not in self._unreachable
 

@@ -120,7 +120,7 @@ class MooncakeClient(Protocol):
         """Return a value; b"" if there is none."""
 
     def get_size(self, key: str) -> int:
-        """Return the length of a value, or an error number."""
+        """Return the length of a value in bytes; a negative error number if it cannot be read."""
 
     def batch_remove(self, keys: list[str], force: bool) -> list[int]:  # noqa: FBT001
         """Remove values; return 0 or an error number for each.

@@ -252,7 +252,8 @@ class Router(Protocol):
 
         Args:
             calls: the commands.
-            purpose: which connections to use: those for reads, writes or questions.
+            purpose: READ or WRITE for commands that transfer values, QUESTION for commands with a
+                short reply. Each has connections of its own.
         """
 
     async def count_leading(self, names: Sequence[str]) -> int:
@@ -477,7 +478,11 @@ class RedisNode:
     async def _describe(
         self, talk: Conversation, names: Sequence[str], moving: MutableSequence[str]
     ) -> Sequence[StoredValue]:
-        """Return size and expiry of values; append names that change their server to `moving`."""
+        """Return size and expiry of each value that this server has.
+
+        A name whose hash slot is moving to another server, and which must be asked there, is
+        appended to `moving`.
+        """
         values = []
         now = self._clock.wall()
         for part in cut(names, NAMES_PER_COMMAND):

@@ -293,7 +293,10 @@ class ConnectionPool:
         return None
 
     def _wake_one(self) -> None:
-        """Wake one idle task if a request may be sent; that task wakes the next one."""
+        """Wake a connection's idle task if there is a request to send.
+
+        The task wakes the next one.
+        """
         while self._idle and self._waiting and self._in_flight_limit.has_room:
             idle = self._idle.popleft()
             if not idle.done():  # else its task is being cancelled

@@ -219,7 +219,10 @@ class Replies:
         return replies
 
     def _fill(self, num_bytes: int) -> int:
-        """Count received bytes as part of the value; return the number of bytes beyond its end."""
+        """Record that `num_bytes` bytes of a value were received.
+
+        Return how many of them follow its end.
+        """
         if self._drop_bytes:
             self._drop_bytes -= num_bytes
             num_bytes = 0

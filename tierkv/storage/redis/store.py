@@ -356,10 +356,6 @@ class RedisStore(BaseStore):
         await random.choice(self._opened().nodes()).ask("PUBLISH", topic, message)
 
     async def _connect_for_messages(self) -> RedisConnection:
-        """Return an open connection to a random server that answers.
-
-        Every server gets all messages.
-        """
         failure: Exception = StoreUnavailableError(f"{self.url} has no server that can be reached")
         nodes = list(self._opened().nodes())
         random.shuffle(nodes)
