@@ -109,17 +109,18 @@ class LoopThread:
         return self._accepts_work
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Refuse further work, wait for running work, and exit the context manager of `lifetime`.
+        """Refuse further work, wait for running work, and end the thread.
 
-        The method may be called again, for example to wait longer.
+        The thread exits its context manager (`lifetime`) last. The method may be called again, for
+        example to wait longer.
 
         Args:
             timeout_s: seconds to wait; None for the `close_s` of this thread.
 
         Returns:
-            False if the thread is still closing after the wait; True if it has ended. Also True,
-                without a wait, on the thread itself, in the child of a fork, and if the thread was
-                never opened.
+            True if the thread has ended or was never opened; False if it is still closing after the
+                wait. A call on the thread itself, or in the child process of a fork, returns True
+                without a wait.
         """
         self.ask_to_close()
         if self._thread is None or self._is_forked or self._thread is threading.current_thread():
@@ -141,7 +142,10 @@ class LoopThread:
         return self._accepts_work
 
     def pop_error(self) -> BaseException | None:
-        """Return the error that ended the thread, once; further calls return None."""
+        """Return the error that ended the thread, and forget the error.
+
+        The result is None if no error ended the thread, and in later calls.
+        """
         error, self._error = self._error, None
         return error
 

@@ -104,9 +104,9 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 @asynccontextmanager
 async def background(work: dict[str, Coroutine[None, None, None]]) -> AsyncIterator[None]:
-    """Run coroutines as tasks until the body ends, then cancel them.
+    """Run coroutines as tasks until the `async with` block ends, then cancel them.
 
-    If a task fails, the body is cancelled, and the task's error is raised.
+    If a task fails, the `async with` block is cancelled, and the task's error is raised.
 
     Args:
         work: the coroutines, by the name of their task.

@@ -291,7 +291,7 @@ class TokensOnly:
         return self.encode("")
 
     def fewest_tokens(self, text: str) -> int:
-        """Return 0."""
+        """Return 0 as the lower bound of the number of tokens, since the model has no text."""
         del text
         return 0
 

@@ -338,9 +338,9 @@ class TierKVHiCache(HiCacheStorage):
         return pages
 
     def _pools(self, name: str) -> list[PagePool]:
-        """Return the tierkv pools for SGLang's pool `name`, one for each part of this rank's heads.
+        """Return the tierkv pools in which the pages of SGLang's host pool `name` are stored.
 
-        The result is [] for a pool without pages.
+        There is one pool for each slice of this rank's heads; [] if SGLang's pool has no pages.
         """
         if name not in self._pages:
             raise ConfigError(
@@ -394,14 +394,13 @@ class TierKVHiCache(HiCacheStorage):
 
 
 class _HostPages:
-    """The addresses of the pages of one of SGLang's host pools.
+    """The memory of all pages of one of SGLang's host pools.
 
     A page consists of parts, such as keys and values. Page n of part p begins at first[p] + n *
     strides[p].
 
     Attributes:
-        pools: tierkv pools in which the pages are stored, one for each of `num_ranks` slices of
-            heads.
+        pools: one `PagePool` for each slice of heads, which stores that slice of all pages.
         parts_by_rank: for each slice of heads, the memory of its parts, uint8 [number of pages,
             bytes of the part] each.
         page_bytes: bytes of a page, all parts together; 0 for a pool without bytes.
@@ -413,7 +412,8 @@ class _HostPages:
             heads of a page.
 
     Raises:
-        LayoutError: the pool's addresses are unknown or uneven; the message says what to do.
+        LayoutError: the addresses of the pool's pages are unknown, or the pages are not evenly
+            spaced.
     """
 
     def __init__(self, pool: HostKVCache, num_ranks: int) -> None:

@@ -921,7 +921,7 @@ class _Moves:
             self._ask(self.engine.note_prefill, num_tokens, seconds)
 
     def start_anew(self, room: _DeviceRoom) -> None:
-        """Wait for the end of all loads, and let later loads and saves use `room`."""
+        """Wait until all loads have ended, then use `room` (device memory) for new copies."""
         self._ask(self._end_all, room).result()
 
     def _ask(self, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> _Asked[T]:

@@ -1207,9 +1207,10 @@ class _SchedulerSide:
         states: Sequence[tuple[int, int, int]],
         table: Sequence[Sequence[int]],
     ) -> None:
-        """Save recurrent states, and other cache groups' blocks before them.
+        """Save recurrent states, and other groups' blocks up to the last state, to the host.
 
-        A state is given as (cache group, device block, tokens before it).
+        Each of `states` is (cache group, device block, number of tokens before the state). `table`
+        lists the request's device blocks for each cache group.
         """
         boundary = max(num_tokens for _, _, num_tokens in states)
         tracked.boundary = max(tracked.boundary, boundary)
@@ -1233,9 +1234,11 @@ class _SchedulerSide:
         stops: Sequence[int],
         first_tokens: Sequence[int] = (),
     ) -> bool:
-        """Save the unsaved blocks among each cache group's first `stops` blocks.
+        """Save, for each cache group, the unsaved blocks among its first `stops[group]`.
 
-        Return True if all of them are saved or being saved.
+        `table` lists the request's device blocks for each cache group. `first_tokens` are the first
+        generated tokens, for the ticket if the prompt is published. Return False if a block is not
+        saved, because the host has no room or a rank is lost.
         """
         name = tracked.request.request_id
         firsts = tracked.saved or [0] * len(self._groups)
@@ -1486,7 +1489,8 @@ class _SchedulerSide:
     ) -> dict[str, Any] | None:
         """Save an ended request's unsaved blocks.
 
-        Return the client's `kv_transfer_params`, if any.
+        If this completes the hand-off of the prompt, return the `kv_transfer_params` with the
+        ticket for the client; otherwise return None.
         """
         request, ticket = tracked.request, tracked.publishes
         num_tokens = self._num_to_save(tracked, block_ids)
@@ -1873,7 +1877,11 @@ def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
 
 
 def _dtype_of_state(spec: KVCacheSpec) -> str:
-    """Return dtypes and shapes of the parts of a recurrent state, in the order of their bytes."""
+    """Return dtype and shape of each array of a recurrent state as one string.
+
+    Example: "torch.float32[24, 64]". The arrays are separated by spaces. The text becomes the dtype
+    of the plane that stores the state.
+    """
     if spec.mamba_cache_mode != "align":
         raise ConfigError(
             "TierKVConnector saves states of Mamba and linear attention where vLLM's blocks end, "

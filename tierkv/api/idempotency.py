@@ -90,21 +90,21 @@ class Once(Generic[T]):
     async def call(
         self, key: Hashable, content: bytes, *, stays_open: bool = True
     ) -> AsyncIterator[OnceCall[T]]:
-        """Run the body as a call with `key`; an earlier call may have computed the result.
+        """Run the `async with` block as a call with `key`, or give it an earlier call's result.
 
         If an earlier call with this key is still computing, this call waits for its result before
-        the body runs. If that call is cancelled, one of the waiting calls computes the result
-        instead.
+        the block runs. If the earlier call is cancelled, one of the waiting calls computes the
+        result instead.
 
         Args:
             key: The key of the result.
             content: A digest of the call's content, which must be the same in all calls with this
                 key.
             stays_open: True to keep the result until `release` is called; False to release it when
-                the body ends.
+                the block ends.
 
         Yields:
-            The call. If its `result` is None, the body must compute the result and set it there.
+            The call. If its `result` is None, the block must compute the result and set it.
 
         Raises:
             DuplicateRequestError: An earlier call with this key had other content.

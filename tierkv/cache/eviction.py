@@ -98,7 +98,7 @@ class EvictionOrder:
     Attributes:
         num_unheld: number of blocks on the tier in nodes without leases. All of them can be
             evicted.
-        memory: the policy, if it records evictions (see `EvictionPolicy.has_memory`); else None.
+        memory: the policy, if it records which blocks were evicted; None if it does not.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy | None = None) -> None:
@@ -124,7 +124,10 @@ class EvictionOrder:
         return not (node.holders or children or copies is None or not copies.num_present)
 
     def rank(self, node: TreeNode) -> int:
-        """Return the policy's rank of the node, plus SOFT_PIN if the node has a soft pin."""
+        """Return the number by which nodes are evicted: the node with the lowest number first.
+
+        The number is the policy's rank of the node. SOFT_PIN is added if the node has a soft pin.
+        """
         rank = self.policy.rank(node)
         return rank + SOFT_PIN if node.soft_pins else rank
 
@@ -164,7 +167,7 @@ class EvictionOrder:
             self._drop_stale()
 
     def _drop_stale(self) -> None:
-        """Remove outdated entries, and set the number of entries at which to do so again."""
+        """Keep only each node's newest entry in the queue; set the length for the next call."""
         self._line = deque(sorted(self._newest.values()))
         self._heap = []
         self._max_queued = 2 * len(self._line) + _FEW_ENTRIES
@@ -344,7 +347,7 @@ class EvictionPolicy:
         """Return the rank of a node without leases; the node with the lowest rank is evicted first.
 
         Returns:
-            The rank, at least 0 and below SOFT_PIN.
+            The rank, from 0 to SOFT_PIN - 1. SOFT_PIN is added for a node with a soft pin.
 
         Raises:
             NotImplementedError: the subclass does not define this method.

@@ -41,7 +41,7 @@ class GroupKind(Enum):
 
 
 class TokensAt(Protocol):
-    """The numbers of cached first tokens of each block, by the block's position."""
+    """A sequence with one number for each block of a prompt: how many leading tokens are cached."""
 
     def __len__(self) -> int: ...
 
@@ -366,7 +366,7 @@ class FlatBlocks:
         return True
 
     def forget(self) -> int:
-        """Evict all blocks that are not held; return the number of held blocks."""
+        """Evict all blocks that `hold` does not protect; return the number of protected blocks."""
         for block in list(self._unheld.values()):
             self._evict(block)
         return len(self._blocks) + len(self._retired)

@@ -73,7 +73,7 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
     longer: tuple[_Run, ...] = ()
 
     def covers(self, prompt: Prompt, first: int, block: int) -> bool:
-        """Return whether this run begins with blocks [first, block] of the prompt."""
+        """Return True if the event's blocks begin with blocks `first` to `block` of the prompt."""
         width = prompt.block_token_bytes
         tokens = prompt.tokens[first * width : (block + 1) * width]
         return (
@@ -162,17 +162,15 @@ class History:
         return newest
 
     def newest(self, prompt: Prompt, block: int) -> HistoryEvent | None:
-        """Return the newest event about blocks of which the given block is the first.
-
-        Faster than `find`.
+        """Return the newest event about a block, or about a run of blocks that begins with it.
 
         Args:
             prompt: the prompt.
             block: index of the block in the prompt.
 
         Returns:
-            The event; None if there is none. Unlike `find`, the call ignores events about several
-                blocks that begin with an earlier block.
+            The event; None if there is none. An event about a run of blocks that begins earlier and
+                includes this block is not found; `find` finds it, but takes longer.
         """
         if not self._events:
             return None

@@ -187,10 +187,10 @@ class Spaces:
         return self._roots.get(prompt.space) or self.root_named(prompt.space)
 
     def root_named(self, name: str) -> TreeNode:
-        """Return the root of the space with this name.
+        """Return the root node of the space (part of the index for one fingerprint) called `name`.
 
         Raises:
-            BadRequestError: no space of this name is open.
+            BadRequestError: there is no space of this name.
         """
         try:
             return self._roots[name]
@@ -243,14 +243,14 @@ _READY: Final = CopyState.READY
 
 
 class Tree:
-    """The nodes below the roots of all spaces; keeps all counts about them correct.
+    """The nodes of the radix tree below the roots, with the operations that change them.
 
         root ── [b0 b1 b2] ─┬─ [b3 b4]        a node has consecutive blocks; children begin
                             ├─ [b3' b4' b5']   at its end; a tail is a child with a partial block
                             └─ (tail, 5 tokens)
 
-    Every change updates the counts in `TreeNode` and `Space`, and the eviction queues. `Index`
-    decides which changes are made.
+    Every change updates the block counts in `TreeNode` and `Space`, and the eviction queues.
+    `Index` decides which changes are made.
     """
 
     def __init__(self, spaces: Spaces, block_size: int) -> None:
@@ -523,7 +523,14 @@ class Tree:
     # Shrinking
 
     def prune(self, node: TreeNode) -> None:
-        """Remove blocks that are on no tier, from the end of the path to `node` upwards."""
+        """Remove a path's blocks that are on no tier, from the last to the first that stays.
+
+        A block stays if it is on a tier, if other blocks come after it, or if a lease protects its
+        node.
+
+        Args:
+            node: the last node of the path.
+        """
         while node.parent is not None and not node.children:
             device, host = node.device.num_present, node.host.num_present if node.host else 0
             if device or host:
@@ -627,9 +634,10 @@ def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
 
 
 def _may_go_on(node: TreeNode, prompt: Prompt, at: int) -> bool:
-    """Return False if no child of `node` begins with the prompt's token at index `at`.
+    """Return True if a child of `node` could match the prompt from token `at` on.
 
-    True can be a false alarm: a prompt with extra keys is not checked.
+    The check compares one token, and none if the prompt has extra keys, so True does not mean that
+    a child matches.
     """
     if prompt.extras or not node.children:
         return bool(node.children)
@@ -730,9 +738,10 @@ def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
 
 
 def _partial(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> PartialMatch | None:
-    """Return the cached block with the most leading tokens of the prompt's block `pos`; or None.
+    """Return the cached block that shares the most leading tokens with block `pos` of a prompt.
 
-    The path to `node` has the blocks before `pos`; only tokens before index `stop` may be matched.
+    The path to `node` has the prompt's blocks before `pos`. Tokens of the prompt from index `stop`
+    on are not compared. The result is None if no block shares a token.
     """
     rest = prompt.tokens[pos * prompt.block_size * TOKEN_BYTES : stop * TOKEN_BYTES]
     extra = prompt.extras.get(pos, b"")
@@ -992,7 +1001,7 @@ class Index:
         self._use(node)
 
     def _use(self, node: TreeNode) -> None:
-        """Mark `node` as used now; nodes above are marked when the lease ends."""
+        """Record that `node` is the most recently used node, for LRU eviction."""
         tick = self._tick = self._tick + 1
         node.last_used = tick
         if not node.born:

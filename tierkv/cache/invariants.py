@@ -160,7 +160,7 @@ def _first(node: TreeNode) -> bytes:
 
 
 def _memory_findings(node: TreeNode) -> list[str]:
-    """Return violations of a node's lengths, digests, use counts and shared token bytes."""
+    """Return violated invariants of a node's own fields, such as its digests and token bytes."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
     wrong = []
@@ -188,7 +188,11 @@ def _memory_findings(node: TreeNode) -> list[str]:
 
 
 def _bytes_that_share(node: TreeNode) -> int:
-    """Return how many bytes of `node.packed` the nodes that share it still need."""
+    """Return how many bytes of the tokens in `node.packed` are still needed.
+
+    `node` and nodes above it can share these bytes. If a child of `node` shares them too, all bytes
+    count as needed.
+    """
     packed = node.packed
     if any(child.packed is packed for child in node.children.values()):
         return len(packed)
@@ -221,10 +225,10 @@ def _digests_of(node: TreeNode) -> bytes:
 
 
 def _residency_findings(node: TreeNode) -> list[str]:
-    """Return violations of two rules about where blocks are.
+    """Return violated invariants about which tiers have the node's blocks.
 
-    A block without a lease must be on some tier. A block on the device must have all blocks before
-    it there.
+    A block without a lease must be on the device or on the host. If a block is on the device, all
+    blocks before it on the path must be on the device, too.
     """
     wrong = []
     device, host = node.copies

@@ -688,7 +688,10 @@ class _Chain:
         self._lock = Lock()
 
     def up_to(self, stop: int) -> list[bytes]:
-        """Return the digests from block `start` to at least block `stop` - 1."""
+        """Return the known digests, after computing those of the blocks before `stop`.
+
+        The list begins with block `start`, and has more blocks if more digests are known already.
+        """
         digests, count = self._digests, stop - self.start
         if len(digests) < count:
             with self._lock:

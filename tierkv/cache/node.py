@@ -194,7 +194,7 @@ class BlockPool:
         self._reset(capacity, free[free < capacity])
 
     def allocated_from(self, first: int) -> Ids:
-        """Return the allocated ids from `first` on, int32 [n]."""
+        """Return the allocated ids that are not below `first`, in ascending order, int32 [n]."""
         taken = np.flatnonzero(self._is_allocated[first : self.capacity])
         return (taken + first).astype(np.int32)
 
@@ -509,7 +509,7 @@ class TierCopies:
             self._settle()
 
     def extend(self, num_blocks: int, slots: Ids | None) -> None:
-        """Add blocks at the end of the node.
+        """Append new blocks after the last block of the tree node.
 
         Args:
             num_blocks: number of new blocks.
@@ -528,10 +528,10 @@ class TierCopies:
         self._settle()
 
     def drop_ready(self, num_blocks: int) -> Ids:
-        """Remove all blocks from `num_blocks` on; every block of the node must be READY.
+        """Remove the node's blocks from index `num_blocks` on; every block must be READY.
 
-        With `num_blocks` = 0, the blocks stay as ABSENT ones, since running copies may still refer
-        to a node that has left the tree.
+        With `num_blocks` = 0, the node is leaving the tree. Its blocks then become ABSENT instead,
+        because running copies may still refer to the node.
 
         Returns:
             The slots of the removed blocks, int32 [n].
@@ -845,9 +845,10 @@ class TreeNode:
         return (self.host or TierCopies(self.num_blocks)) if tier is HOST else self.device
 
     def on(self, tier: Tier) -> TierCopies:
-        """Return slots and states of the blocks on `tier`, for a caller that changes them.
+        """Return the slots and states of the node's blocks on `tier`, so that they can be changed.
 
-        If the node has no host slots yet, the call with HOST sets `host`.
+        For a node without host slots, first create the object for the host tier, with all blocks
+        ABSENT.
         """
         if tier is not HOST:
             return self.device
@@ -918,11 +919,12 @@ class TreeNode:
         return self.children_on_device, self.children_on_host
 
     def count_present(self, tier: Tier, step: int) -> None:
-        """Add `step` to the number of children with a block on `tier`.
+        """Add `step` to this node's count of children that have a block on `tier`.
 
         Args:
             tier: the tier.
-            step: 1 or -1; 0 changes nothing.
+            step: 1 if a child now has its first block on the tier, -1 if a child has lost its last
+                one; 0 changes nothing.
         """
         if tier is HOST:
             self.children_on_host += step

@@ -75,8 +75,8 @@ class ShardScheme:
     Args:
         whole: layout of a block with all heads.
         heads: number of heads by the role of a plane, for roles that are split. Planes with other
-            roles are whole on every rank. The heads are consecutive in each token's bytes; in a
-            plane without `token_bytes`, in the block's bytes.
+            roles are whole on every rank. The bytes of a head are consecutive: within each token if
+            the plane has `token_bytes`, otherwise within the block.
 
     Raises:
         LayoutError: the bytes of a plane are not a whole number of equal heads.
@@ -218,7 +218,7 @@ class ShardScheme:
                 at += width
 
     def _range(self, plane: Plane, shard: Shard) -> tuple[int, int]:
-        """Return the bytes that `shard` has of all heads of a plane, as (start, stop)."""
+        """Return the range (start, stop) of a rank's heads in the bytes of a plane's heads."""
         heads = self.heads.get(plane.role)
         if heads is None:
             return 0, _bytes_of_heads(plane)

@@ -48,7 +48,6 @@ class _InterruptedError(_Failure):
 
 @contextmanager
 def _errors_in_one_sentence() -> Iterator[None]:
-    """Print each expected error of the body as one sentence on stderr, and exit with its code."""
     try:
         yield
     except click.exceptions.NoArgsIsHelpError:

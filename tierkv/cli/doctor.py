@@ -111,7 +111,11 @@ def _clock_finding(skew_s: float | None) -> Finding:
 
 
 async def _measured(store: Store) -> tuple[float, float, Finding]:
-    """Write, read and remove values; return GB/s written, GB/s read, and a finding on the clock."""
+    """Write, read and remove values to measure a store.
+
+    Return GB/s written, GB/s read, and a finding about the difference between this machine's clock
+    and the store's.
+    """
     name = f"tierkv:doctor:{secrets.token_hex(8)}"
     value = memoryview(bytearray(os.urandom(_VALUE_BYTES)))
     slots = [memoryview(bytearray(_VALUE_BYTES)) for _ in range(_NUM_VALUES)]

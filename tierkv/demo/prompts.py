@@ -150,7 +150,10 @@ class ChatPrompts:
         return self._chat(self._text, answer, _CHAT_FOLLOW_UP)
 
     def unrelated(self, number: int) -> Fields:
-        """Return a prompt that begins unlike every chat, and that fills the whole device."""
+        """Return a prompt as long as the device tier, which shares no block with any chat.
+
+        Prompts with different `number` share no block with each other.
+        """
         most = device_blocks(self) * BLOCK_SIZE - 1
         start = _TURN_TOKENS + number  # the template begins all chats with the same tokens
         text = " ".join(["and", *reversed(self._text.split())])

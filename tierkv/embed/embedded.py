@@ -128,7 +128,7 @@ class Embedded:
 
     @property
     def calls(self) -> Exchange:
-        """The `Exchange` with the calls without an answer and the finished calls not yet read."""
+        """The `Exchange` with all calls that are unanswered, or finished but not yet collected."""
         return self._thread.exchange
 
     # Requests

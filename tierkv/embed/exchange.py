@@ -281,7 +281,10 @@ class Exchange:
     # The loop's side
 
     def pop_work(self) -> tuple[Call[Any], Work] | None:
-        """Return the next call and its work; None if there is none now."""
+        """Remove and return the oldest call that has not started, with the function passed for it.
+
+        Return None if there is no such call.
+        """
         return self._inbox.popleft() if self._inbox else None
 
     def pop_cancel(self) -> int | None:

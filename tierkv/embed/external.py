@@ -799,7 +799,7 @@ class _Engine:
         return [number, promise.num_tokens, _packed(promise.parts, {}), ticket, promise.problem]
 
     async def release_all(self) -> None:
-        """Release all blocks and slots of the engine. No process of the engine may still copy."""
+        """Release all blocks and slots of the engine, whose copies must all have ended."""
         for held in list(self._known.values()):
             await self._side.free(held)
         await self._side.free_reserved(self._lent)

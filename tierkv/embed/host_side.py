@@ -303,12 +303,12 @@ class HostPromise:
 
 
 class _OnHost(NamedTuple):
-    """The leading tokens of a prompt that the index has on the host.
+    """The leading tokens of a prompt whose blocks are on the host, according to the index.
 
     Attributes:
         num_tokens: number of these tokens.
-        node: the node of the radix tree with the last block; None without any.
-        stop: number of blocks with these tokens on the path to `node`.
+        node: the tree node with the last of their blocks; None if the index is not used.
+        stop: number of their blocks.
     """
 
     num_tokens: int
@@ -741,11 +741,10 @@ class HostSide:
         bound: int,
         answered: asyncio.Future[str | None],
     ) -> None:
-        """Fetch missing blocks, measure the speed of storage, and set `answered`.
+        """Fetch the missing blocks of a lookup, and record the speed of storage.
 
-        `answered` gets the error that prevented some blocks, or None. If the request may compute
-        missing tokens, the fetch ends after `cache.fetch_deadline_s` seconds. Otherwise it has no
-        time limit here.
+        Set `answered` to the error because of which blocks are missing, or to None. If the engine
+        may compute the missing tokens, the fetch ends after `cache.fetch_deadline_s` seconds.
         """
         service, time = self._service, asyncio.get_running_loop().time
         tier, began_at = service.estimator.tier, time()
@@ -1109,7 +1108,9 @@ class HostSide:
                 self._service.events.note_name(digest, name)
 
     async def name_blocks(self, prompt: Prompt, names: Sequence[ExternalId | None]) -> None:
-        """Record the engine's names of those blocks of `prompt` that the index has on the host.
+        """Record the engine's names of cached blocks, so that the engine finds the blocks by name.
+
+        Only blocks of `prompt` that the index has on the host get a name.
 
         Args:
             prompt: the prompt of the named blocks.

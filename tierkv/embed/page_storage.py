@@ -310,7 +310,7 @@ class PagePool:
         return self._storage.run(self._save(self._stored(keys), self._ids(keys, page_ids)))
 
     def clear(self) -> Future[int]:
-        """Delete every stored page of this identity, including pages of other engines.
+        """Delete every stored page of this pool's kind, including pages that other engines stored.
 
         Pages that are being stored are stored first, and deleted too. Until the future is done, no
         page is stored and `load` finds none.

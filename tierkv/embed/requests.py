@@ -128,9 +128,9 @@ class Requests:
 
     @asynccontextmanager
     async def turn(self, request_id: str) -> AsyncIterator[Session]:
-        """Wait for earlier operations on the request; provide its session to the body.
+        """Wait for earlier operations on the request, then yield its session.
 
-        Later operations on the request wait until the body ends.
+        Later operations on the request wait until the `async with` block ends.
 
         Args:
             request_id: id of the request.

@@ -404,14 +404,14 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> AsyncIterator[None]:
-    """Probe each node once before the body, and regularly while the body runs.
+    """Probe each node once, then probe the nodes regularly until the `async with` block ends.
 
-    A probe updates the state of its node.
+    The first probes end before the block begins. A probe updates the state of its node.
 
     Args:
         nodes: The nodes.
-        calls: The calls to the nodes.
-        settings: The interval of probes, and the rules for failed nodes.
+        calls: Makes the calls to the nodes.
+        settings: The interval of probes, and the settings for failed nodes.
     """
     probes = [_Probe(node, nodes, calls, settings) for node in nodes.all]
     async with asyncio.TaskGroup() as first:

@@ -213,9 +213,9 @@ _SHORT_PROMPT = 64  # tokens; a shorter prompt is not worth asking nodes about
 
 
 class Backend:
-    """The nodes behind the gateway, and the parts that send prompts to them.
+    """The nodes behind the gateway, with the queue, HTTP client and metrics of their prompts.
 
-    Use it inside `running()`.
+    Use this object only inside its `running()`.
 
     Raises:
         ConfigError: The settings name no node, or a node's URL or a certificate cannot be used.

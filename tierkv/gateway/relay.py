@@ -356,16 +356,19 @@ class Delivery:
         log.warning(text, self.job.request_id, node.url)
 
     async def check_ticket(self, ticket_id: str) -> None:
-        """Ask the publishing node whether the store still has the ticket.
+        """Check that the store still has a published ticket, by asking the node that published it.
 
-        Do nothing before the publish.
+        The call does nothing if no node has published the prompt yet. Without the check, a decode
+        node would wait for a lost ticket until the deadline of its claim. Once a decode node has
+        answered, the loss is no error.
 
-        If the store has lost a ticket, a decode node would wait for the ticket until the deadline
-        of its claim. The loss is no error once a decode node has claimed the ticket.
+        Args:
+            ticket_id: Id of the ticket.
 
         Raises:
-            HandoffRefusedError: The ticket is lost. This counts as a failed attempt.
-            GatewayError: The ticket is lost, and no further attempt is allowed.
+            HandoffRefusedError: The ticket is lost. The gateway counts this as a failed attempt to
+                answer the prompt.
+            GatewayError: The ticket is lost, and the gateway may not try again.
         """
         node = self.publisher
         if node is None or await self.backend.calls.has_ticket(node, self.job, ticket_id):
@@ -377,10 +380,10 @@ class Delivery:
             raise error
 
     def spend(self, error: AttemptError) -> None:
-        """Count and log a failed attempt.
+        """Log a failed attempt to answer the prompt, and check that another attempt is allowed.
 
         Raises:
-            GatewayError: No further attempt is allowed.
+            GatewayError: the number of attempts has reached the limit `max_attempts`.
         """
         self.num_attempts += 1
         log.warning("request %s, attempt %d: %s", self.job.request_id, self.num_attempts, error)

@@ -95,7 +95,7 @@ class CudaSharing:
 
 
 class CudaPeer:
-    """Planes of another process (`theirs`), opened until `close`; see the protocol `PeerPlanes`."""
+    """The KV memory of another process, opened to copy its blocks to this process's blocks."""
 
     def __init__(self, gpu: Gpu, own: CudaPlanes, theirs: CudaPlanes) -> None:
         self._gpu = gpu

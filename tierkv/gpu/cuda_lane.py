@@ -281,9 +281,9 @@ class Pipeline:
         return count, int(sizes.max())
 
     def _copy(self, count: int, largest: int) -> CudaEvent:
-        """Submit the first `count` pieces that `_write_pieces` wrote.
+        """Submit the first `count` pieces of `_write_pieces`; return the event of their end.
 
-        Return the event of their end.
+        `largest` is the number of bytes of the largest piece.
         """
         targets, sources = self._host_column, self._staging_column
         if self._direction is Direction.LOAD:
@@ -528,7 +528,10 @@ class CudaLane:
             self._progress.notify_all()
 
     def _units(self, copy: BlockCopy, timeout_s: float) -> Units:
-        """Wait for `copy.after`, then submit one unit for each item that the caller requests."""
+        """Wait for `copy.after`, then yield the units of the copy.
+
+        Each is submitted when it is yielded.
+        """
         assert self._pipeline is not None, "the thread ends before the pipeline goes"
         if self._planes.is_closed:
             raise LayoutError("these planes are closed")

@@ -33,13 +33,15 @@ def copy_rectangle(
     rows: int,
     stream: CudaStream,
 ) -> None:
-    """Submit a copy of equally distant rows between GPU memory and pinned memory.
+    """Submit a copy of `rows` rows of bytes, at constant distances in source and target.
 
-    The caller must have bound the GPU (see `Gpu.bound`).
+    Source and target are GPU memory or pinned host memory. The GPU must be the thread's current
+    one: call this inside `with gpu.bound():`.
 
     Args:
-        target: address of the first row to write, and bytes from row to row (below 2 GiB).
-        source: address of the first row to read, and bytes from row to row (below 2 GiB).
+        target: address of the first row to write, and bytes from the start of a row to the start of
+            the next (below 2 GiB).
+        source: the same two numbers for the rows to read.
         row_bytes: bytes of a row.
         rows: number of rows.
         stream: the stream to which the copy is submitted.

@@ -129,7 +129,14 @@ def row_of(num_bytes: int) -> int:
 
 
 class UnitPlanner:
-    """Divides copies of blocks with one layout into units, in one order."""
+    """Divides copies of blocks into units: the parts that pass through staging memory at once.
+
+    Args:
+        layout: the layout of the blocks.
+        order: LAYERS to begin with the first layers of all blocks, BLOCKS to copy block after
+            block.
+        sizes: target sizes of units and pieces, in bytes.
+    """
 
     def __init__(self, layout: Layout, order: Order, sizes: UnitSizes) -> None:
         self._order = order
@@ -236,8 +243,8 @@ _ALIGNMENT = 256
 class Ring(Generic[E]):
     """Reservations in a ring buffer: staging memory of `capacity` bytes.
 
-    Each reservation follows the previous one, and begins at the start again when the bytes up to
-    the end are too few. E is the type of the events.
+    Each reservation follows the previous one. If too few bytes follow, it begins at offset 0. E is
+    the type of the events after which reserved bytes are free again.
 
     |<------------- capacity ------------->|
     | in use | in use |   next   |  in use (oldest) |
@@ -288,6 +295,6 @@ class Ring(Generic[E]):
             self._in_use.popleft()
 
     def reset(self) -> None:
-        """Mark the whole ring as free."""
+        """Discard all reservations without waiting for their events, so that all bytes are free."""
         self._reserved = None
         self._in_use.clear()

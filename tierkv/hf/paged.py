@@ -337,13 +337,13 @@ def paged_attention(  # noqa: PLR0913, PLR0917 - transformers' own signature
     pages: Pages | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of one layer: each run attends to its own request's keys and values.
+    """Compute the attention of one layer; the tokens of each request attend to its own KV only.
 
     The function is registered in transformers under the name `ATTENTION`.
 
     Args:
         module: The attention layer; its number is read.
-        query: [1, heads, tokens, dim], of the tokens of all runs.
+        query: [1, heads, tokens, dim], of the tokens of all requests in the step.
         key: [1, kv_heads, n, dim], as `PlaneLayer.update` returned them or as the model changed
             them.
         value: [1, kv_heads, n, dim], the values of the same tokens.

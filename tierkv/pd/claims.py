@@ -345,7 +345,7 @@ class Watch:
 
 
 def _blocks_of(hint: object) -> int | None:
-    """Return the number of stored blocks in a PROGRESS message; None for another message."""
+    """Return the number of stored blocks in a hint about progress; None for any other hint."""
     if isinstance(hint, str) and hint.startswith(PROGRESS) and hint[1:].isdecimal():
         return int(hint[1:])
     return None

@@ -442,7 +442,7 @@ class Handoff:
             yield
 
     def blocks_of(self, request: Request) -> RequestBlocks:
-        """Return the blocks of a running request, with the operations that a publish needs."""
+        """Return the object from which a publish reads the blocks of a running request."""
         keys = self.tickets.keys_of(request.spec.prompt)
         return RequestBlocks(request, self._tiers, self._staging, keys=keys, source=self.source)
 
@@ -553,10 +553,10 @@ class Handoff:
     async def _store_rest(
         self, blocks: PromptBlocks, known: int | None, after: Sequence[Event]
     ) -> int:
-        """Store the blocks that storage lacks; return the number of leading blocks it had before.
+        """Store the blocks of a prompt that storage lacks; return how many leading ones it had.
 
         `known` is the number of leading blocks that storage is expected to have; None if that is
-        unknown.
+        unknown. `after` has the events of the kernels that write the blocks.
         """
         stop = len(blocks.keys)
         if known is None:

@@ -28,10 +28,10 @@ _LATE = GetOutcome(GetStatus.FAILED, "storage took too long")
 
 
 class Portions:
-    """The fetches from storage to device blocks of admitted requests, GROUP_BLOCKS at a time.
+    """Fetches blocks of admitted requests from storage to the device, GROUP_BLOCKS at a time.
 
-    A request waits here only for the store and for staging slots, which it uses for one portion at
-    a time. Requests therefore never wait for each other's blocks.
+    The blocks of one request that are fetched at once are a portion. A request waits only for the
+    store and for the staging slots of one portion, so requests never wait for each other's blocks.
 
     Args:
         scheduler: commits the arrived tokens.
@@ -159,8 +159,9 @@ class Portions:
     ) -> GetOutcome | None:
         """Fetch a portion into the staging slots of `group`, and load it into the request's blocks.
 
-        Return the first outcome that is not a hit; None if all blocks arrived. If `outcome` is set
-        or the budget used up by the end of the fetch, nothing is loaded.
+        Return None if all blocks arrived, or else the first outcome that is not a hit. Nothing is
+        loaded if, after the fetch, `outcome` is done because the caller has stopped waiting, or no
+        budget is left.
         """
         at = request.lease.num_blocks
         budget.arrived()

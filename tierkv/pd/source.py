@@ -55,10 +55,10 @@ class Supply(Protocol):
 
 
 class PeerSource(Protocol):
-    """The reading of blocks from another node's memory, for both sides of a hand-off.
+    """A way to read published blocks from the memory of the node that published them.
 
-    The prefill node offers the blocks of its prompts to nodes that claim them. The decode node has
-    one connection for each claim.
+    On a prefill node, this object offers the blocks of published prompts to other nodes. On a
+    decode node, it makes one connection to the prefill node for each claim.
     """
 
     @property

@@ -652,7 +652,11 @@ class Tickets:
         return removed
 
     async def _ours(self, name: str, kind: type[Ticket | OpenTicket]) -> str | None:
-        """Return the id of the ticket stored as `name`; None if its fingerprint is not ours."""
+        """Return the id of the ticket stored as `name`, if it has a fingerprint of this node.
+
+        Return None for a ticket of another fingerprint, and for a missing or damaged value. `kind`
+        is the type of the stored value.
+        """
         try:
             value = await self._values.get(name, max_bytes=MAX_TICKET_BYTES)
             ticket = None if value is None else kind.decode(value)

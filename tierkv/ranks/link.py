@@ -216,10 +216,10 @@ class Link:
         return self._whole_records()
 
     def receive_memory(self) -> tuple[SharedMemory, list[int]]:
-        """Wait for the scheduler's answer to a worker's hello.
+        """Wait until the scheduler answers this worker's first message with its shared host memory.
 
         Returns:
-            The answer, and its file descriptors, which the caller must close.
+            A description of the memory, and its file descriptors, which the caller must close.
 
         Raises:
             ConfigError: the scheduler refuses the worker.

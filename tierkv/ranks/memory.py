@@ -212,11 +212,19 @@ class EngineCpuDevice(CpuDevice):
         self._engine_arrays = tuple(arrays)
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
-        """Return the engine's own arrays as planes.
+        """Return the arrays that the engine has allocated, as planes. Nothing is allocated.
+
+        Args:
+            layout: the planes of a block, which must match the engine's arrays.
+            num_blocks: the number of blocks that the engine's arrays must have.
+
+        Returns:
+            The planes; the engine still owns their memory.
 
         Raises:
-            ConfigError: the engine has another number of blocks.
-            LayoutError: the arrays do not fit the layout.
+            ConfigError: the arrays have another number of blocks.
+            LayoutError: the arrays differ from the layout in number or in bytes per block, or are
+                not writable contiguous arrays of uint8.
         """
         planes = EnginePlanes(layout, self._engine_arrays)
         if planes.num_blocks != num_blocks:

@@ -307,10 +307,7 @@ class _PendingCopies:
             ]
 
     def _silent_s(self, rank: int, oldest: _PendingCopy, now: float) -> float:
-        """Return the seconds for which the rank has finished no copy.
-
-        They count from its last finished copy, but at the earliest from the start of `oldest`.
-        """
+        """Return the seconds since the rank last finished a copy, or since `oldest` began."""
         return now - max(self._finished_at[rank], oldest.begun)
 
 

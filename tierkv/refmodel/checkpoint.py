@@ -56,11 +56,12 @@ _TENSORS_OF_GGUF = {
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk: its sizes are known, its weights are not read yet.
+    """A model on disk. Its dimensions are known; its weights are read when `weights` is called.
 
     Attributes:
-        path: the GGUF file or the directory.
-        config: the sizes; `config.weights` is a digest of the files.
+        path: the GGUF file, or the directory with the model.
+        config: the model's dimensions, such as the number of layers. `config.weights` is a digest
+            of the files.
     """
 
     path: Path

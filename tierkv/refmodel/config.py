@@ -110,6 +110,6 @@ class ModelConfig:
         )
 
     def shards(self, block_size: int) -> ShardScheme:
-        """Return the division of a block of `layout(block_size)` over ranks, by KV heads."""
+        """Return the split of KV heads among ranks, for blocks of `block_size` tokens."""
         heads = {"key": self.num_kv_heads, "value": self.num_kv_heads}
         return ShardScheme(self.layout(block_size), heads)

@@ -429,16 +429,17 @@ class _Uniform:
 
 @dataclass(frozen=True, slots=True)
 class RankHeads:
-    """The heads of one tensor-parallel rank.
+    """The attention heads of one tensor-parallel rank.
 
-    With more ranks than KV heads, several ranks in a row have the same KV head and share its query
-    heads.
+    If there are more ranks than KV heads, consecutive ranks have the same KV head and divide its
+    query heads among them.
 
     Attributes:
         layout: layout of the rank's planes.
         kv_heads: range of the KV heads for which the rank has keys and values.
-        rows: range of the query rows that the rank computes, the same for each of its KV heads and
-            each tile. A KV head has TILE query rows per tile for each query head that uses it.
+        rows: range of the rows that the rank computes, among the rows of all query heads of one KV
+            head in one tile. Each query head has TILE rows there. The range is the same for all KV
+            heads and tiles.
     """
 
     layout: Layout
@@ -631,7 +632,7 @@ class ReferenceModel:
         return queries, keys.reshape(flat)[span.live], values.reshape(flat)[span.live]
 
     def _attend(self, queries: Floats, keys: Floats, values: Floats, span: Span) -> Floats:
-        """Return the attention for the queries of some KV heads, in the shape of `queries`."""
+        """Return the attention output, in the shape of `queries`, for the positions in `span`."""
         c, xp = self.config, self._xp
         chunked = (len(keys), -1, CHUNK, c.head_dim)
         key_chunks, value_chunks = keys.reshape(chunked), values.reshape(chunked)

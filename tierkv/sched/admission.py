@@ -248,7 +248,10 @@ class HostLoads:
         self._free_if_unused(load)
 
     def _settle(self, load: Load, end: Callable[[], None]) -> None:
-        """Record a load's end in the index once all of `above` have settled, then call `end`."""
+        """Record in the index that a load has ended, then call `end`.
+
+        Wait first until all loads of earlier blocks on the path (`load.above`) are recorded.
+        """
         for upper in load.above:
             if not upper.settled.done():
                 upper.settled.add_done_callback(lambda _: self._settle(load, end))
@@ -375,7 +378,7 @@ class Starts:
         self._valued_tokens = 0
 
     def counted(self) -> SchedulerStats:
-        """Return `stats` with `recompute_avoided_s` up to date."""
+        """Return the scheduler's counts, with the computing time that cache hits have saved."""
         counts, speed = self.stats, self._computing.prefill
         found = counts.device_hit_tokens + counts.host_hit_tokens
         found += counts.storage_hit_tokens + counts.direct_hit_tokens
@@ -909,16 +912,16 @@ class Admissions:
     def admit_now(self, spec: RequestSpec, fetched: Fetched | None) -> Request | None:
         """Admit a request at once, if it need not wait.
 
-        A request must wait while admission is paused or the queue is not empty, while a running
-        request must grow first, while there is no room, or if waiting for blocks that another
-        request computes is estimated to be better.
+        A request must wait while admission is paused, while other requests wait in the queue or a
+        running request waits for more blocks, while too few device blocks are free, or if waiting
+        for blocks that another request computes is estimated to be better.
 
         Args:
             spec: the request, already checked by `Scheduler.check`.
             fetched: the blocks fetched from storage for it; None for none.
 
         Returns:
-            The running request; None if it must wait (see `join`).
+            The running request; None if it must wait, so that the caller puts it into the queue.
         """
         if self.pauses or self._is_pumping or len(self._line) or not self._has_turn(spec):
             return None

@@ -198,7 +198,10 @@ class ByteBudget:
 
     @asynccontextmanager
     async def room(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait until `num_bytes` may be in flight; count them as in flight during the body."""
+        """Wait until a copy of `num_bytes` bytes may start.
+
+        The bytes count toward the limit until the `async with` block ends.
+        """
         grant = _ByteGrant(num_bytes, asyncio.get_running_loop().create_future())
         self._line.append(grant)
         self.start_waiting()
@@ -362,7 +365,7 @@ class Copies:
     def load_ended(self) -> None:
         """Record that a load to the device has ended.
 
-        After the last one, copies to lower tiers run at full speed again.
+        Copies to lower tiers run one at a time until the last load has ended.
         """
         self.num_loads -= 1
         if not self.num_loads:

@@ -220,7 +220,10 @@ class Eviction:
         return max(0, unheld)
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
-        """Evict blocks of `space` until its quota allows `count` more slots; raise if it cannot."""
+        """Evict blocks of `space` until its quota allows `count` + `reserved` more slots.
+
+        Raise OverQuotaError if too few of its blocks can be evicted.
+        """
         quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
         if quota is None or order is None:
             return

@@ -470,7 +470,7 @@ class Fetcher:
         return wrong + self.estimator.findings()
 
     def is_fetching(self, key: StoredKey, block: int) -> bool:
-        """Return whether a running call looks up or fetches a block.
+        """Return True if a block is being looked up or fetched for some request now.
 
         Args:
             key: storage key of the block.
@@ -592,19 +592,26 @@ class _Run:
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """One call of `Fetcher.fetch`, in a task of its own; the caller waits for `outcome`.
+    """One call of `Fetcher.fetch`: a task of its own, while the caller waits for `outcome`.
 
     Attributes:
-        is_part, known: the arguments of `Fetcher.fetch`.
+        budget: the seconds that the request may still wait.
+        promised: the keys of all blocks of the prompt, if a prefill node has stated that it stored
+            them; otherwise ().
+        on_arrival: called after each arrival of blocks, with the number of the prompt's first
+            blocks that are on the host by then.
+        is_part: True if the caller fetches in several calls and reports the total time itself.
+        known: a recent answer of storage about this prompt; None to ask storage.
+        outcome: the result of the fetch; set even if the fetch fails.
         landed: the blocks that have arrived.
         deadline_at: end of the fetch, in seconds of the loop's clock.
         first_token: number of prompt tokens that were cached before the fetch.
         claimed: the keys that only this call fetches now.
         transfer: the bytes of this fetch, by which the speed of storage is measured.
-        is_whole: True once all of this prompt's blocks in storage have arrived; a tail of another
-            prompt may still come.
-        fate: the reason why the fetch stopped, if it is not an answer of the store; None while the
-            fetch runs, if all blocks came, or if `landed.problem` has the store's answer.
+        is_whole: True once all blocks of this prompt that the fetch wants have arrived. A tail that
+            another prompt has stored may be fetched after that.
+        fate: the reason why the fetch stopped early, if the reason is not an error or a miss that
+            the store reported; otherwise None.
         question: the decision to ask storage; None if storage was not asked.
         is_late: True once the request went on without this fetch.
         began_at: start, in seconds of the monotonic clock.
@@ -826,9 +833,10 @@ class _Fetch:
         return found
 
     def _worth_fetching(self, keys: Sequence[StoredKey], question: Decision) -> Sequence[StoredKey]:
-        """Return the part of `keys`, from the first on, that is worth fetching; [] for none.
+        """Return the first of `keys` whose blocks are faster to fetch than to compute; [] for none.
 
-        `question` is the decision to ask storage; a measuring one (`is_try`) is not judged again.
+        `question` is the decision by which storage was asked. If its purpose was to measure the
+        speed of storage (`is_try`), all keys are returned.
         """
         estimator, end = self.fetcher.estimator, self.landed.lease.num_blocks + len(keys)
         end_token = min(end * self.prompt.block_size, self.prompt.num_tokens)

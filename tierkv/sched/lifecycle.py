@@ -229,9 +229,10 @@ class Lifecycle:
                 pending.extend((child, 0) for child in part.children.values())
 
     def _copy_first(self, node: TreeNode, tried: set[int]) -> bool:
-        """Start to copy a node and all nodes below it to the host.
+        """Start to copy the blocks of an index node and of all nodes below it to the host.
 
-        Return whether a copy started.
+        Nodes whose uid is in `tried` are skipped; copied nodes are added to `tried`. Return False
+        if no block lacks a host copy, or if the host can provide no slot.
         """
         tiers = self._tiers
         parts, pending = [], [node]

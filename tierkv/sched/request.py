@@ -809,7 +809,10 @@ class Running:
         use.num_private += num_blocks - request.lease.num_blocks
 
     def remove(self, request: Request) -> None:
-        """Remove a request from the running ones; its blocks count until `freed`."""
+        """Remove a request from `by_id`, because it has ended.
+
+        The counts of its space still include its blocks until `freed` is called.
+        """
         del self.by_id[request.spec.request_id]
 
     def freed(self, request: Request, num_private: int) -> None:

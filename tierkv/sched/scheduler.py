@@ -138,7 +138,10 @@ class Scheduler:
         self._waiting.forget(space)
 
     def is_used_by(self, space: str) -> bool:
-        """Return whether the space has running, waiting, ending or preempted requests."""
+        """Return True if any request of the space named `space` runs, waits, ends or is preempted.
+
+        A space is the part of the index for one fingerprint.
+        """
         return (
             self._waiting.has_space(space)
             or self._running.has_space(space)
@@ -218,22 +221,23 @@ class Scheduler:
         check_fits(self.tiers, spec)
 
     async def admit(self, spec: RequestSpec, fetched: Fetched | None = None) -> Request:
-        """Wait for a request's turn and for room, then admit the request.
+        """Wait for a request's turn and for free device blocks, then admit the request.
 
-        On return, loads of its cached blocks to the device may still run. Cancelling the call
-        leaves nothing acquired.
+        On return, loads of its cached blocks to the device may still run. A cancelled call releases
+        everything that it has acquired.
 
         Args:
             spec: the request.
-            fetched: blocks fetched from storage for it. The call releases them when it ends, or
-                earlier if waiting requests block each other by their fetched blocks.
+            fetched: blocks fetched from storage for the request; None for none. The call releases
+                their lease when it ends, or earlier if another waiting request needs their memory.
 
         Returns:
             The running request.
 
         Raises:
             DuplicateRequestError: a request with this id runs or waits already.
-            RequestTooLargeError: no wait would make the request fit.
+            RequestTooLargeError: the request needs more blocks than the device or its tenant's
+                quota has.
             ShuttingDownError: the node is shutting down.
             RequestAbortedError: the request was aborted while it waited.
         """
@@ -405,9 +409,9 @@ class Scheduler:
             self._insert(request, prompt)
 
     async def _written(self, request: Request, events: Sequence[Event]) -> None:
-        """Wait until the events are done.
+        """Wait until the device work that writes the request's KV is done, given by its events.
 
-        If one failed, no more tokens of the request are cached.
+        If an event fails, no more tokens of the request are cached.
         """
         for event in events:
             try:

@@ -12,7 +12,7 @@ from tierkv.sched.worth import FetchPolicy
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sizes and rules of the tiers.
+    """Sizes of the tiers, and the settings of copies between tiers, eviction and quotas.
 
     Attributes:
         block_size: number of tokens of a block.
@@ -21,23 +21,23 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         host_max_blocks: capacity to which the host tier may grow at run time, in blocks; 0 for
             host_blocks. Its memory is reserved at the start; without a GPU, unused memory costs
             nothing.
-        host_write: rule for copying a block to the host: none (never), write_through (once the
-            block is computed), write_through_selective (after some hits) or write_back (when the
-            block is evicted from the device).
-        storage_write: rule for copying a block from the host to storage, with the same choices as
-            host_write.
+        host_write: time at which a block is copied from the device to the host: none (never),
+            write_through (once the block is computed), write_through_selective (after some hits) or
+            write_back (when the block is evicted from the device).
+        storage_write: time at which a block is copied from the host to storage, with the same
+            choices as host_write.
         host_after_hits: number of hits before a block is copied to the host, with
             write_through_selective.
         storage_after_hits: number of hits before a block is copied to storage, with
             write_through_selective.
-        background_copy_bytes: upper limit of bytes in flight of the copies that these two rules
-            make, to the host and to storage each.
+        background_copy_bytes: largest number of bytes that the copies of host_write have in flight.
+            The same limit applies separately to the copies of storage_write.
         fetch_deadline_s: largest number of seconds that a request waits for storage before it
             computes. If fetch_policy is wait_complete, the seconds count from the last arrival of
             blocks; otherwise they are the request's total.
-        fetch_policy: rule for the wait for storage: best_effort waits only while a fetch is
-            estimated to be faster than computing, wait_complete while blocks arrive, deadline until
-            fetch_deadline_s.
+        fetch_policy: length of a request's wait for storage: best_effort waits only while a fetch
+            is estimated to be faster than computing, wait_complete while blocks arrive, deadline
+            until fetch_deadline_s.
         tenant: name of the owner of this node's blocks; other tenants cannot find them.
         max_tenants: largest number of tenants with blocks at this node.
         tenant_device_blocks: largest number of device blocks of each tenant; null for no limit.

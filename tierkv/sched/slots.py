@@ -163,7 +163,11 @@ class Work:
             task.add_done_callback(lambda _: self._work_ended(space))
 
     def begin(self, space: str) -> Callable[[], None]:
-        """Count a copy that has no task of its own, and that makes room in `space` at its end.
+        """Count a copy without a task of its own among the running copies.
+
+        Args:
+            space: name of the space in which the end of the copy frees slots or makes blocks
+                evictable.
 
         Returns:
             The function to call at the end of the copy.

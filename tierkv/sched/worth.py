@@ -285,11 +285,14 @@ class PrefillSpeed:
         self._add(tokens, seconds)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Record the time from a request's admission to its last commit as a prefill time.
+        """Record how long a request took to compute tokens of its prompt.
+
+        The method does nothing if the engine itself has reported such times, which are more exact.
 
         Args:
             tokens: number of computed tokens.
-            seconds: that time; it includes the request's delays in the engine.
+            seconds: time from the request's admission until its last prompt block was committed,
+                including other delays of the engine.
         """
         if not self.is_reported:
             self._observed.append((tokens, seconds))
@@ -523,8 +526,8 @@ class Estimator:
     ) -> Decision:
         """Decide whether a request waits for storage, and for how long.
 
-        A decision to measure the speed of storage although computing is estimated to be faster is
-        made at most once in TRY_EVERY_S seconds.
+        At most once in 2 seconds, storage is asked although computing is estimated to be faster, to
+        measure its speed again.
 
         Args:
             tokens: number of the prompt's tokens that are on neither device nor host.

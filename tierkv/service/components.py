@@ -99,7 +99,10 @@ class Memory:
 
     @asynccontextmanager
     async def open_to_changes(self) -> AsyncIterator[None]:
-        """Allow calls of `changing` during the body; at its end wait until no change runs."""
+        """Let `changing` free or replace device memory until the `async with` block ends.
+
+        After the block, wait until no such change runs.
+        """
         self._is_open = True
         try:
             yield
@@ -195,7 +198,7 @@ async def entered_in_thread(memory: AbstractContextManager[T]) -> AsyncIterator[
 
 
 def _close_again(opening: asyncio.Future[Planes]) -> None:
-    """Close planes that were allocated although the caller was cancelled during the allocation."""
+    """Close the allocated planes, because the call that waited for them was cancelled."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
 

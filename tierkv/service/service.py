@@ -234,10 +234,10 @@ class Service:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Allocate the service's memory, run the service during the body, and free the memory.
+        """Allocate memory, run the service while the `async with` block runs, then free the memory.
 
-        At the end of the body, wait for every copy and check for leaks. The service may run again
-        later, with no other fingerprint than its own.
+        After the block, wait for every copy and check for leaks. The service can run again later;
+        fingerprints that were added to its own must then be added again.
         """
         self.is_draining = False
         self.failure = None
@@ -585,7 +585,7 @@ class Service:
 
     @property
     def deletions(self) -> Deletions:
-        """The number and the state of this service's deletions of all its stored values."""
+        """Number of times this service deleted its stored values, and if it is deleting now."""
         return self._storage_tier.deletions
 
     @property
@@ -687,12 +687,15 @@ class Service:
             budget: the remaining time that the request may wait; None for a new budget.
 
         Returns:
-            The fetched blocks. They stay on the host until they are passed to `Scheduler.admit`, or
-                the caller releases them.
+            The fetched blocks, which stay on the host until they are passed to `Scheduler.admit`,
+                or the caller releases them.
 
         Raises:
             RequestAbortedError: the request was aborted during the fetch.
-            TierKVError: any error of `Scheduler.check`.
+            ShuttingDownError: the node is shutting down.
+            DuplicateRequestError: a request with this id is running or waiting.
+            RequestTooLargeError: the request needs more blocks than the device, or the quota of its
+                space, has.
         """
         self.scheduler.check(spec)
         async with self._arrivals.wait(spec) as arrival:

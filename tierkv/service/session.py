@@ -319,10 +319,13 @@ class Session:
             await self.recover(str(error), timeout_s=timeout_s)
 
     def check_may_compute(self, error: TransferError) -> None:
-        """Check that the engine may compute blocks that failed to load.
+        """Check that the request may continue after a failed load, by computing the missing blocks.
+
+        Args:
+            error: the failure of the load, for the message.
 
         Raises:
-            HandoffError: the claim's policy requires that the whole prompt is loaded (reason
+            HandoffError: the claim's policy forbids computing any of the prompt (reason
                 load_failed).
         """
         if self._policy is ClaimPolicy.WHOLE:
@@ -371,14 +374,17 @@ class Session:
     async def commit(self, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
         """Record that the KV of `tokens` is in the request's blocks, or will be after the events.
 
-        A publish that runs while the prompt is computed stores the new blocks next.
+        If the prompt is published while it is computed, the new blocks are then stored.
 
         Args:
             tokens: all tokens from the prompt's start on, packed as little-endian int32.
             after: events of the kernels that write the KV.
 
         Raises:
-            TierKVError: any error of `Scheduler.commit`.
+            TransferError: cached blocks of the request could not be loaded.
+            RequestAbortedError: the request was aborted.
+            OwnershipError: the request has ended.
+            BadRequestError: the tokens are not the request's; nothing has changed.
         """
         request = self.running()
         await self._service.scheduler.commit(request, tokens, after=after)

@@ -306,10 +306,10 @@ class WorkerThreads:
     async def run_each(self, work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
         """Return `work(item)` for each item, in the order of the items, using all threads.
 
-        After a cancel no further item is begun; the call raises when the begun ones have ended. A
-        TierKVError of `work` is raised after all items are done. Any other error of `work` ends the
-        thread's part of the call: that thread begins no further item, and the error is raised at
-        the end.
+        If the call is cancelled, no further item is begun, and the call raises after the begun
+        ones. If `work` raises a TierKVError, all other items are still done before the error is
+        raised. After any other error of `work`, the thread in which it happened takes no further
+        item; the error is raised when the other threads have done the remaining items.
 
         Args:
             work: blocking function, called in a thread.

@@ -493,14 +493,14 @@ class Room:
         self.num_evictions = 0  # evictions that removed something
 
     def make(self, num_bytes: int, remove: Callable[[str], bool]) -> str:
-        """Evict values until `num_bytes` more bytes fit, and count these bytes as added.
+        """Evict values until the store's limits allow `num_bytes` more bytes, and count them.
 
         Args:
             num_bytes: size of the new value.
             remove: removes the file at a path and returns True if there was one.
 
         Returns:
-            "" if the bytes fit, otherwise the reason why not.
+            "" if the new value may be written; otherwise a sentence that names the limits.
 
         Raises:
             OSError: the directory cannot be read.

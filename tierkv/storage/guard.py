@@ -457,7 +457,11 @@ class GuardedStore(StoreWrapper):
             self._num_stuck -= is_stuck and writes
 
     def _allow_retry(self, started: float) -> bool:
-        """Return True, and count a retry, if an operation failed quickly and retries are left."""
+        """Return True if a failed operation may be retried, and count the retry.
+
+        `started` is the operation's begin in seconds of the monotonic clock. Slow operations are
+        not retried, and others only while the retry budget lasts and the breaker is closed.
+        """
         was_quick = self._clock.monotonic() - started <= _RETRY_WITHIN_S
         if not was_quick or self._tokens < 1 or not self._breaker.is_closed:
             return False
@@ -519,7 +523,10 @@ class GuardedStore(StoreWrapper):
         return None
 
     async def _keep_watching(self) -> None:
-        """Ping the store while an operation takes longer than _LONG_S seconds."""
+        """Ping the store if an operation takes longer than _LONG_S seconds.
+
+        A failed ping opens the breaker long before the operation's deadline.
+        """
         # If the ping fails and no other operation was answered, the breaker opens at once: the
         # operation's deadline would come long after requests have stopped waiting.
         while True:
@@ -578,7 +585,7 @@ class SlotGate:
         return len(self._queue)
 
     async def acquire(self) -> None:
-        """Wait for a slot; the caller must `release` it.
+        """Wait until one more operation may run; the caller must call `release` after it.
 
         Raises:
             TierKVError: `fail_waiting` was called with this error during the wait.
@@ -715,10 +722,11 @@ class Breaker:
 
 @dataclass(eq=False, slots=True)
 class _WrittenSince:
-    """The names that were written since one question was sent to the store.
+    """The names that were written while the store was being asked which names it lacks.
 
     Attributes:
-        has_cleared: True if all names count as written.
+        written: the names.
+        has_cleared: True if every name may have been written.
     """
 
     written: set[str] = field(default_factory=set)

@@ -104,7 +104,8 @@ class LayeredStore(StoreWrapper):
     def health(self) -> StoreHealth:
         """The health of the near store, with the clock skew of the far store.
 
-        The far store's breaker belongs to the GuardedStore around this store.
+        Failures of the far store are not included, because the GuardedStore around this store
+        counts them.
         """
         clock_skew_s = self._far.health.clock_skew_s
         return replace(self._near.health, part=self._near.url, clock_skew_s=clock_skew_s)

@@ -258,10 +258,17 @@ class Places:
             self._common = attached
 
     def detach(self, route: str = "") -> Store | None:
-        """Stop using the store of `route`, and return it; None if there is none.
+        """Stop using a tenant's store or the common store, and return this store.
 
-        Operations under way end on that store. Later ones for a tenant's route use the common
-        store.
+        Operations under way end on the detached store. Later operations on a tenant's names use the
+        common store.
+
+        Args:
+            route: `prefix:fingerprint`, the first two fields of the tenant's names; "" for the
+                common store.
+
+        Returns:
+            The store; None if no store is attached for `route`.
         """
         attached = self._own.pop(route, self._nothing) if route else self._common
         if not route:

@@ -31,7 +31,10 @@ _MAX_WAITING = 64
 
 
 def check_message(message: str) -> str:
-    """Return `message`, after asserting that it has at most 32 letters and digits."""
+    """Check and return a hint (message to waiting nodes): at most 32 letters and digits.
+
+    A longer message is a bug, and raises AssertionError.
+    """
     assert _MESSAGE.fullmatch(message), "a message has up to 32 letters and digits"
     return message
 

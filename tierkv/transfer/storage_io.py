@@ -414,7 +414,10 @@ class TailLists:
 
 
 def _identity(parent: bytes) -> ValueIdentity:
-    """Return the identity of the list of tails after block `parent`, the same for all layouts."""
+    """Return the identity in the header of the list of tails that follow block `parent`.
+
+    The identity is the same for all layouts.
+    """
     return ValueIdentity(bytes(LAYOUT_DIGEST_BYTES), parent, _NOT_A_BLOCK)
 
 
@@ -606,7 +609,10 @@ class StorageIO:
         return there
 
     async def present(self, names: Sequence[str]) -> list[bool]:
-        """Return, for each name, True if the store has a value; all False during a deletion.
+        """Return, for each name, True if the store has a value.
+
+        All results are False while stored values are being deleted, and after a deletion that
+        failed.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -1038,17 +1044,18 @@ class Values:
     def encode_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """Return the stored values of blocks; the sender fills in their checksums.
+        """Return the values to store for blocks; their checksums are computed when they are sent.
 
         No bytes of the blocks are read, so the event loop is not blocked.
 
         Args:
             keys: keys of the blocks.
-            slot_ids: int32 [len(keys)], the slots.
-            worth: value of each block to later requests (see `StorageIO.flush`).
+            slot_ids: int32 [len(keys)], the host slots of the blocks.
+            worth: value of each block to later requests. If too many writes are waiting, the blocks
+                with the lowest numbers are dropped.
 
         Returns:
-            The values, one per rank and block. None if a checksum cannot be left to the sender, for
+            The values, one per rank and block. None if a checksum has to be computed now, for
                 example a tail's.
         """
         items = []

@@ -1,9 +1,9 @@
-"""Addresses in tickets at which claimers ask for blocks in memory, and the protocol to ask there.
+"""The protocol by which a decode node asks for blocks in a prefill node's memory.
 
 The decode node (claimer) asks the prefill node (producer) where the blocks of a ticket lie in its
-memory. Here, an offer stands for all blocks of one ticket. It has a name, and a secret that the
-ticket contains. The protocol runs over TCP, or over Unix sockets, for which the kernel names the
-user at the other end.
+memory. The ticket contains the producer's address, the name of its offer (here: all blocks of one
+ticket), and a secret that authenticates the messages. The protocol runs over TCP, or over Unix
+sockets, for which the kernel names the user at the other end.
 """
 
 from __future__ import annotations

@@ -101,12 +101,13 @@ class DirectServer:
 
         Args:
             tiers: the tiers of this node.
-            slices: the stored values that make up a block, for the headers in answers.
+            slices: makes the header of a stored block, which answers contain for verification.
             slots: the host tier's memory.
             where: IP address and TCP port; port 0 for a free one.
             machine: identity of this machine, from `this_machine`.
             planes: describes this node's device memory; None if other processes cannot read it.
-            held_s: seconds that the blocks of an answer stay in place without another question.
+            held_s: seconds for which the blocks of an answer are not evicted, unless the claimer
+                asks again.
             on_blocks: called with the number of blocks in each answer.
         """
         self._tiers = tiers

@@ -280,7 +280,11 @@ class Landing:
                 outcome.set_result(has_landed)
 
     async def _allocate(self, prompt: Prompt, count: int) -> Ids:
-        """Return device slots; wait up to _ROOM_S seconds if offloads or evictions make room."""
+        """Return `count` device slots for blocks of the prompt.
+
+        If there are too few, wait up to 2 seconds for offloads and evictions that are freeing
+        slots.
+        """
         async with asyncio.timeout(_ROOM_S):
             while True:
                 try:

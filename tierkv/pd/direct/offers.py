@@ -259,7 +259,7 @@ class Offers:
         self._of.setdefault(digest, []).append(offer)
 
     def remove(self, digest: bytes, offer: Offer) -> None:
-        """Remove a block in a producer's host tier from the list.
+        """Withdraw the offer to read a block from a producer's host tier.
 
         Args:
             digest: `StoredKey.digest` of the block.

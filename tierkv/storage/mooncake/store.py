@@ -72,11 +72,11 @@ Pieces = Sequence[memoryview]
 
 
 class MooncakeValues:
-    """The blocking part of the store, which reads and writes batches with Mooncake's client.
+    """Blocking reads and writes of batches of values, with Mooncake's client.
 
-    Thread-safe. The client is connected from the constructor to `close`. When a call returns, none
-    of its bytes is still moving. If a machine with values stops answering, the batch in work
-    blocks for `halt_s` seconds; further batches of the same caller then fail at once.
+    Thread-safe. The client is connected from the constructor to `close`. When a call returns, the
+    copies into or out of its buffers have ended. If a machine that has values stops answering, a
+    batch takes `halt_s` seconds to fail; later batches of the same caller then fail at once.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class MooncakeValues:
         return [status == 1 for status in statuses]
 
     def _states(self, names: Sequence[str]) -> Sequence[int]:
-        """Return the master's answer for each name: 1 for a value, 0 for none, or an error."""
+        """Return a number for each name: 1 if Mooncake has a value, 0 if not, or an error code."""
         return self._client.batch_is_exist(list(names)) if names else []
 
     def delete(self, names: Sequence[str]) -> int:
@@ -357,7 +357,10 @@ class MooncakeValues:
         return config
 
     def _check_slow(self, statuses: Sequence[int], started: float, given_up: Event) -> None:
-        """Set `given_up` if a call took long and had no answer."""
+        """Set `given_up` if Mooncake gave no answer for a value within `halt_s / 2`.
+
+        The caller's later batches then do not ask Mooncake.
+        """
         is_silent = any(status == _NOT_MOVED or status in _NO_ANSWER for status in statuses)
         if is_silent and time.monotonic() - started >= self._settings.halt_s / 2:
             given_up.set()

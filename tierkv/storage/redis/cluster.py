@@ -367,12 +367,12 @@ _LONGEST_INTERVAL_S = 1.0
 
 @dataclass(slots=True)
 class _Member:
-    """A node and the task that keeps it running.
+    """A `RedisNode` of the cluster, and the task that keeps it running.
 
     Attributes:
         is_ready: set when the node is running.
         is_left: set to end the task and close the node.
-        num_users: number of calls that have requests at the node.
+        num_users: number of calls that use the node now.
     """
 
     node: RedisNode

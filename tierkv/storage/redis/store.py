@@ -198,7 +198,10 @@ class RedisStore(BaseStore):
             await self._read_clock(router, access)
 
     async def _read_clock(self, router: Router, access: RedisAccess) -> None:
-        """Measure the difference between a server's clock and this machine's, if it answers."""
+        """Set the store's clock to the time of a Redis server.
+
+        If the server does not answer or refuses TIME, the reason is only logged.
+        """
         try:
             new_connection = connection_factory(await router.nodes()[0].locate(), access)
             deadline_s = access.pace.deadline_s(0)
