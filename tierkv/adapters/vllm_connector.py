@@ -334,7 +334,7 @@ class TierKVMetrics(KVConnectorPromMetrics):
 
 
 class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """The connector that vLLM loads; the module's docstring shows the order of vLLM's calls.
+    """The KV connector of tierkv, which vLLM loads in its scheduler and in each of its workers.
 
     With the `kv_role` kv_both it loads and saves blocks, with kv_consumer it only loads, and with
     kv_producer it only saves.
@@ -453,6 +453,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             metric_types: vLLM's classes of metrics.
             labelnames: names of the labels of each counter.
             per_engine_labelvalues: values of the labels, by engine.
+
+        Returns:
+            The counters. Never None; vLLM's interface allows None for connectors without counters.
         """
         return TierKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
@@ -1453,7 +1456,11 @@ class _SchedulerSide:
         return tracked.has_saves, params
 
     def _has_rest(self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Return True if an ended request has unsaved blocks, or belongs to a session."""
+        """Return True if blocks of an ended request must be saved before vLLM frees them.
+
+        A request with a `session_id` is included even if its blocks are saved already, because
+        `_save_rest` records its prompt and answer for the session.
+        """
         num_tokens = self._num_to_save(tracked, block_ids)
         stops = self._last_stops(tracked, num_tokens)
         is_saved = len(tracked.saved) == len(stops) and all(

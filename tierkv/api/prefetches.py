@@ -54,7 +54,7 @@ class Prefetches:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Accept prefetches while the body runs, and cancel the unfinished ones after it."""
+        """Accept prefetches until the `async with` block ends, then cancel the unfinished ones."""
         now = asyncio.get_running_loop().time
         self._once: Once[Prefetch] = Once(max_answers=MAX_DONE, ttl_s=DONE_TTL_S, now=now)
         async with task_group() as self._tasks:

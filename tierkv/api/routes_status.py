@@ -356,7 +356,11 @@ class NodeLiveRoutes(Routes):
         return tenant is None or self._node.service.tenant_of(space) == tenant
 
     def _news(self, tenant: str | None) -> Iterator[list[tuple[str, bytes]]]:
-        """Yield, at each `next`, the events that one open page has not received yet."""
+        """Yield the news for one viewer of the live page: events, as pairs of name and JSON.
+
+        Each item has only what has changed since the item before. With a `tenant`, requests and
+        prefixes of other tenants are left out; None includes all.
+        """
         timelines, version, refreshed = self._node.service.timelines, 0, 0
         while True:
             news = []

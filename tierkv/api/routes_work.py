@@ -346,9 +346,10 @@ class WorkRoutes(Routes):
     async def _answering(
         self, request: web.BaseRequest, asked: _Asked, *, streams: bool
     ) -> AsyncIterator[Answering]:
-        """Yield a call. If its `made` is None, the body must compute the answer and set it there.
+        """Yield an `Answering`, in which the `async with` block puts the answer to the HTTP call.
 
-        If `streams` is true, the answer is sent to the client as server-sent events.
+        If an earlier call with the same request id has the answer, the block gets it and computes
+        nothing. With `streams`, the answer is sent to the client as server-sent events.
         """
         answer = Answering(asked.job)
         key = (asked.operation, asked.tenant, asked.request_id)

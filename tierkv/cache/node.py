@@ -199,7 +199,10 @@ class BlockPool:
         return (taken + first).astype(np.int32)
 
     def allocate_from(self, first: int) -> Ids:
-        """Allocate every free id from `first` on, and return these ids, int32 [n]."""
+        """Allocate every free id that is not below `first`, and return these ids, int32 [n].
+
+        The ids can then be removed from the pool with `shrink`.
+        """
         free = self._free[: self.num_free]
         given: Ids = free[free >= first].copy()
         rest = free[free < first].copy()
@@ -864,10 +867,11 @@ class TreeNode:
     # Children
 
     def adopt(self, child: TreeNode) -> None:
-        """Add `child`, whose tokens are set, to the children of this node, and set the child's key.
+        """Add `child` to the children of this node, and set the dictionary key `child.key`.
 
-        The key is the child's first token. If another child has that key already, the key is the
-        child's whole first block (or its tail).
+        The key is the child's first token with its extra keys. If another child has that key
+        already, the tokens of the child's whole first block are used instead of the first token.
+        The child's tokens must be set before the call.
         """
         at, extra = child.packed_at, b""
         key = child.packed[at : at + TOKEN_BYTES]

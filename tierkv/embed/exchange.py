@@ -46,7 +46,7 @@ class Call(Generic[T]):
         kind: name of the method that made the call.
         request_id: id of the request that the call is about; "" for none.
         span: tracing context of the caller; None without tracing.
-        answer: state of the call.
+        answer: ASK_AGAIN until the call is done, then READY or REFUSED.
         error: reason of a refused call; None otherwise.
     """
 

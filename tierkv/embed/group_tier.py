@@ -224,11 +224,11 @@ class GroupTier:
         return None, 0
 
     async def longest(self, lookup: GroupLookup, limit: int) -> int:
-        """Return how many leading tokens of the prompt are usable from host and storage, at most.
+        """Return an upper bound of the number of leading tokens that host and storage can supply.
 
-        Blocks that were not looked up in storage yet are assumed to be there: the result is certain
-        when `to_ask` for this many tokens returns []. If the usable part may end within a block,
-        this method looks up a partial block in storage.
+        Blocks that were not looked up in storage yet are assumed to be stored. The bound is exact
+        once `to_ask` finds no more blocks to look up. If the supply may end within a block, this
+        method looks up a partial block in storage.
 
         Args:
             lookup: the prompt's lookup in this cache group.

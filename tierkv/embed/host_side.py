@@ -841,9 +841,11 @@ class HostSide:
         fetch: _PromiseFetch,
         known: Beyond | None = None,
     ) -> AsyncIterator[GetOutcome | None]:
-        """Fetch a prompt's indexed blocks, and protect them from eviction during the body.
+        """Fetch the prompt's blocks for the cache group in the index, and yield the first problem.
 
-        The body gets the outcome of the first block that did not arrive, or None if all arrived.
+        The fetched blocks are protected from eviction until the `async with` block ends. The
+        problem is the outcome of the first block that did not arrive; None if all arrived, or
+        nothing was to be fetched.
         """
         service = self._service
         if service.tiers.copies.storage is None or self._main is None or not prompt.num_tokens:
@@ -909,10 +911,10 @@ class HostSide:
 
     @asynccontextmanager
     async def _room(self, num_blocks: list[int]) -> AsyncIterator[HostPromise]:
-        """Wait until the limit of protected blocks allows `num_blocks` more; provide a new promise.
+        """Wait until `num_blocks` more host blocks may be protected, and yield a promise for them.
 
         `num_blocks` has a number for each cache group. Waiting calls continue in the order of their
-        arrival. If the body fails, the promise is released.
+        arrival. If the `async with` block raises, the promise is released.
         """
         promise = HostPromise(0)
         async with self._turn:

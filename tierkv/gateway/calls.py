@@ -311,7 +311,7 @@ class NodeCalls:
 
     @contextmanager
     def _translated(self, node: BackendNode) -> Iterator[None]:
-        """Raise a NodeFailedError if the body, a call to `node`, fails or takes too long."""
+        """Raise NodeFailedError if a call to `node` in the `with` block fails or takes too long."""
         try:
             yield
         except TimeoutError as error:

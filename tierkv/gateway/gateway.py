@@ -65,10 +65,12 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait until one more prompt may run, and count this prompt as running while the body runs.
+        """Wait until one more prompt may run.
+
+        The prompt counts as running until the `async with` block ends.
 
         Raises:
-            OverloadedError: The prompt waited for `queue_timeout_s`.
+            OverloadedError: The prompt waited for `queue_timeout_s` seconds.
         """
         self.num_waiting += 1
         try:

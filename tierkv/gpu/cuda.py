@@ -336,9 +336,9 @@ class CudaStream:
             return self.record_bound()
 
     def record_bound(self) -> CudaEvent:
-        """Record an event as `record` does.
+        """Record an event that is done when all work submitted to this stream so far is done.
 
-        The caller must have bound the GPU (see `Gpu.bound`).
+        The caller must have made this GPU the thread's current one, with `Gpu.bound()`.
         """
         event = cupy.cuda.Event(block=False, disable_timing=True)
         event.record(self.raw)
@@ -369,9 +369,9 @@ class CudaStream:
             event.block_until_done(max(deadline - time.monotonic(), 0.0))
 
     def wait_bound(self, event: CudaEvent) -> None:
-        """Wait for a CUDA event as `wait` does.
+        """Let work that is submitted to this stream later start only after `event`; return at once.
 
-        The caller must have bound the GPU (see `Gpu.bound`).
+        The caller must have made this GPU the thread's current one, with `Gpu.bound()`.
         """
         if event is not self._waited_for:  # layers of one unit have the same event
             self.raw.wait_event(event.raw)

@@ -308,7 +308,7 @@ def _tracked_bytes() -> int:
 
 
 def _unfilled_bytes() -> int:
-    """Return the bytes of tracked memory that have no page yet."""
+    """Return the bytes of the memory passed to `track` for which the kernel has no pages yet."""
     unfilled = 0
     for address, num_bytes in list(_tracked.values()):
         start = address // mmap.PAGESIZE * mmap.PAGESIZE

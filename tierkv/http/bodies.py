@@ -376,14 +376,14 @@ def session_of(request: web.BaseRequest, given: str | None) -> str | None:
 
 
 def name_request(request: web.BaseRequest, given: str | None) -> str:
-    """Set the request's id to `given`, or keep the present id if `given` is None; return the id.
+    """Set the request's id to `given`, unless `given` is None; return the request's id.
 
     Args:
         request: The request.
         given: Id from the body or a header; None to keep the present id.
 
     Raises:
-        FieldError: `given` is not a valid id (see `check_id`).
+        FieldError: `given` does not have 1 to 256 visible ASCII characters, or is "." or "..".
     """
     if given is not None:
         request[REQUEST_ID] = check_id(given, "request_id")

@@ -262,7 +262,7 @@ class PromptBlocks(Protocol):
         """
 
     async def store_rest(self) -> None:
-        """Store the prompt's blocks of other cache groups, which `keys` does not name.
+        """Store the prompt's blocks of all cache groups except the one whose blocks `keys` names.
 
         Raises:
             StoreUnavailableError: the store did not accept a value.

@@ -307,7 +307,11 @@ class _PendingCopies:
             ]
 
     def _silent_s(self, rank: int, oldest: _PendingCopy, now: float) -> float:
-        """Return the seconds since the rank last finished a copy, or since `oldest` began."""
+        """Return the seconds without a finished copy of the rank.
+
+        They count from the rank's last finished copy, or from the start of `oldest` if that is
+        later.
+        """
         return now - max(self._finished_at[rank], oldest.begun)
 
 

@@ -459,9 +459,10 @@ class RankSocket:
         self._pieces(layouts)
 
     def _pieces(self, layouts: Sequence[Layout]) -> list[list[slice]]:
-        """Return each rank's range of bytes in a host slot, by group.
+        """Return, for each cache group, the range of bytes in a host slot that each rank uses.
 
-        Raise ConfigError if the shards do not make up `layouts`.
+        Raise ConfigError if the ranks' shards together do not give `layouts`, the layouts of the
+        cache groups.
         """
         if not self._shards or {len(shards) for shards in self._shards} != {len(layouts)}:
             raise ConfigError(

@@ -243,7 +243,10 @@ class HostLoads:
         return load
 
     def release(self, load: Load) -> None:
-        """Remove one user of a load: a request with the load's slots in its table has ended."""
+        """Record that one of the requests that use a load's blocks has ended.
+
+        The device slots of a failed load are freed when no request uses them.
+        """
         load.num_users -= 1
         self._free_if_unused(load)
 
@@ -817,10 +820,10 @@ class Growth:
                 return None
 
     def _yield_candidates(self, space: str | None) -> list[Request]:
-        """Return the running requests (of `space`, or all) if one of them must release its blocks.
+        """Return the running requests of `space` (None for all) if one must release its blocks.
 
-        The list is empty if any of these requests does not wait for more blocks, because its end
-        will free some, or if a running copy will free slots.
+        Return [] if the device will get free slots without that: by a running copy, or by the end
+        of a request that does not wait for more blocks.
         """
         if self._tiers.work.is_at_work(space):
             return []

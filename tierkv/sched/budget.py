@@ -66,7 +66,10 @@ class Budget:
 
     @property
     def deadline_at(self) -> float:
-        """Time of the present wait's deadline on the loop's clock; estimates may end it earlier."""
+        """Latest time at which the present wait for storage ends, on the loop's clock.
+
+        The wait ends earlier if computing is estimated to be faster.
+        """
         return self._time() + self._deadline_s - self._spent()
 
     def restrict(self, tokens: int, *, is_answered: bool = False) -> Decision:

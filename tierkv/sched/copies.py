@@ -751,7 +751,10 @@ class Copies:
         return Flush(keys, slots, worth, runs, generation, self._events.now())
 
     async def _end_flush(self, flush: Flush) -> list[bool]:
-        """Write the blocks to storage; return, for each block, whether storage has it."""
+        """Write the blocks of `flush` to storage.
+
+        Return, for each block, whether storage has it.
+        """
         try:
             storage = self.storage
             if storage is None:  # detached since the start
@@ -809,6 +812,6 @@ class Copies:
         self._events.publish_not_stored(node, first, stop)
 
     def note_nothing_stored(self) -> None:
-        """Record and publish that storage may have lost all blocks."""
+        """Record that storage may have lost all blocks, and send a cache event that says so."""
         self._index.unmark_all_stored()
         self._events.publish_storage_lost()

@@ -265,7 +265,9 @@ class Computing:
     def possible_wait(
         self, match: Match, prompt: Prompt, stop: int, now: float
     ) -> PromiseWait | None:
-        """Return the wait that could replace computing the next blocks; changes nothing.
+        """Return a wait for blocks that another request computes, as an alternative to computing.
+
+        Nothing is changed, and the caller decides whether to wait.
 
         Args:
             match: the cached blocks of the prompt at this moment.

@@ -230,9 +230,10 @@ class PrefillSpeed:
     def at_least(self, tokens: int) -> float:
         """Return a lower bound of the seconds to compute `tokens` tokens of a prompt.
 
-        Below twice `max_tokens`, the bound is that of the fitted line. Above, it is half of the
-        line's value: the samples may be the last tokens of prompts, which take up to twice as long
-        as the first ones. The bound stops growing at four times `max_tokens`.
+        The bound comes from a line that is fitted to measured prefills. From twice the largest
+        measured number of tokens (`max_tokens`) on, half of the line's value is used: the measured
+        tokens may have been the last ones of prompts, which take up to twice as long as the first
+        ones. From four times `max_tokens` on, the bound no longer grows.
         """
         known = self.max_tokens
         seconds = self._line.at_least(min(tokens, _REACH * known))

@@ -62,7 +62,12 @@ class Damage(Enum):
 
 
 class DamagedValueError(StoreCorruptError):
-    """A stored value is not the value that its reader expects; `damage` is the difference."""
+    """A stored value is damaged, or is not the value that its reader expects.
+
+    Args:
+        damage: the kind of difference between the value and the expected one.
+        message: the error message.
+    """
 
     def __init__(self, damage: Damage, message: str) -> None:
         super().__init__(message)
@@ -532,7 +537,11 @@ _FORGED = "the value was written with another key than this tenant's, or was cha
 
 
 class Trust(Enum):
-    """The protection of values against other writers of the store."""
+    """The trust in other writers of the store, which decides how values are protected.
+
+    TRUSTED: a checksum detects accidental damage. SIGNED: a digest with a key also detects forged
+    values. SEALED: values are encrypted, which also detects forged values.
+    """
 
     TRUSTED = "trusted"  # values are checked for accidental damage
     SIGNED = "signed"  # values are also checked for forgery

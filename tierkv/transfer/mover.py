@@ -242,7 +242,7 @@ _DONE = (None,)
 
 
 def _outcome(event: Event) -> tuple[TransferError | None] | None:
-    """Return None while `event` is pending, else a tuple of its error, which is None on success."""
+    """Return None while `event` is pending, (None,) once it is done, (error,) if it failed."""
     try:
         return _DONE if event.is_done else None
     except TransferError as error:

@@ -199,7 +199,7 @@ class MooncakeSettings:
 
     @property
     def halt_s(self) -> int:
-        """The seconds without a byte from a provider after which a call fails."""
+        """The seconds after which a call fails if a machine that has values sends no byte."""
         return math.ceil(min(self.connect_timeout_s, _LONGEST_HALT_S))
 
     @property

@@ -357,9 +357,10 @@ class MooncakeValues:
         return config
 
     def _check_slow(self, statuses: Sequence[int], started: float, given_up: Event) -> None:
-        """Set `given_up` if Mooncake gave no answer for a value within `halt_s / 2`.
+        """Set `given_up` if Mooncake answered too late or not at all.
 
-        The caller's later batches then do not ask Mooncake.
+        That is so if it gave no answer for a value and the call took at least `halt_s / 2`. The
+        caller's later batches then do not ask Mooncake.
         """
         is_silent = any(status == _NOT_MOVED or status in _NO_ANSWER for status in statuses)
         if is_silent and time.monotonic() - started >= self._settings.halt_s / 2:

@@ -276,7 +276,10 @@ class RedisStore(BaseStore):
         ]
 
     async def _refusal_of_size(self, cut: Sequence[PutItem]) -> PutOutcome | None:
-        """Return FULL if the longest interrupted write was too large for the server, else None."""
+        """Return FULL if the server closed the connection because a value in `cut` is too large.
+
+        `cut` has the writes that the server did not answer. Return None if there is another cause.
+        """
         # Such a server sends no error, and answers small requests. The longest interrupted write is
         # therefore repeated between two pings.
         longest = max(cut, key=lambda item: item.num_bytes)

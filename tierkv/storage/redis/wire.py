@@ -815,7 +815,12 @@ class Wire:
         self.close(Unanswered(f"did not answer within {oldest.allowed_s * 1000:.0f} ms"))
 
     def _lose(self, why: str) -> None:
-        """Close a connection that failed; forbid retries of requests that must not be repeated."""
+        """Close the connection because it failed, for the reason `why`.
+
+        Requests without an answer may be sent again on another connection. The exceptions are a
+        request whose second attempt could have another result, and a read of which a part has
+        already reached its checksum.
+        """
         for place, waiting in enumerate(self._in_flight):
             # The oldest request's digest may have received a part of the value. Without an answer
             # the command may have been carried out: a server that closes drops its answers.
