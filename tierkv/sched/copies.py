@@ -373,7 +373,7 @@ class Copies:
             self.storing.start_waiting()
 
     def resized(self) -> None:
-        """Adapt the limit `storing` to the present size of the host tier."""
+        """Adapt the limit on bytes being written to storage to the new size of the host tier."""
         most = self._slots.pools[Tier.HOST].capacity * self._block_bytes // _SHARE_BEING_STORED
         self.storing.max_bytes = min(self.background.max_bytes, most)
         self.storing.start_waiting()

@@ -433,7 +433,7 @@ class CacheEvents:
         return digest in self._stored
 
     def stored(self) -> list[BlockRun]:
-        """Blocks that are in storage according to the events so far, the oldest first."""
+        """Return the blocks in storage according to the events so far, the oldest first."""
         return _joined(self._stored.values())
 
     def _lose(self, digests: Sequence[bytes]) -> None:
