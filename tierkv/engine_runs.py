@@ -150,7 +150,10 @@ class ModelRun:
         )
 
     def _search_earlier_tokens(self) -> None:
-        """Search the tokens from the ticket and from before a preemption for stop texts."""
+        """Search for stop texts in the tokens that were generated before this run of the model.
+
+        These tokens come from a ticket, or from before a preemption.
+        """
         if self.job.stops:
             self._text = self._new_text()
             for token in self._earlier_tokens:

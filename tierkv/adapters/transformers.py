@@ -769,10 +769,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._place(self.get_seq_length())
 
     def _fetch(self, start: int, new: npt.NDArray[np.int64], max_tokens: int) -> PromptHit:
-        """Start loading the cached part of `new`, which follows the text's first `start` tokens.
+        """Start to load the cached KV of `new`, the tokens after the text's first `start` tokens.
 
-        At most `max_tokens` tokens of the text come from the cache. Return the sources of the KV of
-        `new`.
+        At most `max_tokens` tokens of the text come from the cache. Return how many of the tokens
+        in `new` come from the device, the host and storage, and how many the model must compute.
         """
         size = self._layout.block_size
         tokens, have = new, start

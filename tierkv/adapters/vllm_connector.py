@@ -1169,9 +1169,9 @@ class _SchedulerSide:
         return stops
 
     def _save_states(self, step: SchedulerOutput) -> None:
-        """Save the recurrent states that vLLM offers.
+        """Save the recurrent states (such as Mamba's) that vLLM has announced for this step.
 
-        Blocks of other cache groups before a state are saved with the state.
+        With each state, also save the blocks of other cache groups for the tokens before the state.
         """
         offers = dict(step.kv_connector_block_state.boundary_state_offloads)
         for new in step.scheduled_new_reqs:

@@ -295,7 +295,7 @@ _RUN_S = 0.0004  # pause per run of blocks read, 200 times its reading time
 
 
 class NodeLiveRoutes(Routes):
-    """The HTTP routes that feed the live page, a node's status page for browsers.
+    """The HTTP routes that feed the live page, the node's status page for browsers at `/`.
 
     These routes are not part of the API, and any version of tierkv may change them.
 

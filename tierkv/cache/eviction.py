@@ -1,7 +1,8 @@
-"""The order of eviction: leaves of the radix tree before their parents, and leaves by a policy.
+"""Eviction policies, and the queues of nodes whose blocks can be evicted.
 
-This module also has the write rules, which say when a block is copied to the tier below: early, at
-its eviction, or never.
+A node of the radix tree is evicted only after its children. Among nodes without children, a policy
+decides. This module also has the write rules, which say when a block is copied to the tier below:
+early, at its eviction, or never.
 """
 
 from __future__ import annotations

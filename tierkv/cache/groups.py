@@ -1,12 +1,14 @@
 """Cache groups: an engine's layers, grouped by layout and by the blocks that they need.
 
-All layers of a cache group share a layout, a block size, and a rule that says which blocks a prefix
-of a prompt needs:
+All layers of a cache group have the same layout and block size, and need the same blocks of a
+prefix of a prompt:
 
-full attention     every block of the prefix; the last one may be partial
-sliding window     only the blocks with the last tokens of the prefix
-state              one block: the state at exactly the end of the prefix. A prefix can end at a
-multiple of the block size, or where a saved prompt ended
+    full attention     every block of the prefix; the last one may be partial
+    sliding window     only the blocks with the last tokens of the prefix
+    recurrent state    one block, with the state after the last token of the prefix
+
+With a recurrent state, a prefix can end only at a multiple of the block size or at the end of a
+saved prompt.
 """
 
 from __future__ import annotations

@@ -1001,7 +1001,6 @@ class Index:
         self._use(node)
 
     def _use(self, node: TreeNode) -> None:
-        """Record that `node` is the most recently used node, for LRU eviction."""
         tick = self._tick = self._tick + 1
         node.last_used = tick
         if not node.born:

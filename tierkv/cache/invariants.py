@@ -1,4 +1,7 @@
-"""Checks of an index and its pools of slots: counts everything anew and reports differences."""
+"""Checks of an index and its pools of slots.
+
+The checks count all blocks and leases anew, and report differences from the kept counts.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +163,6 @@ def _first(node: TreeNode) -> bytes:
 
 
 def _memory_findings(node: TreeNode) -> list[str]:
-    """Return violated invariants of a node's own fields, such as its digests and token bytes."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
     wrong = []

@@ -25,7 +25,7 @@ _INTP: Final = np.dtype(np.intp)
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """The number of ids and of free ids in the pool of one tier."""
+    """The number of slots of one tier, and the number of free slots."""
 
     tier: str
     capacity: int

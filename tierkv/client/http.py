@@ -290,10 +290,6 @@ def translated(where: str) -> Iterator[None]:
 
 
 def _why(error: OSError) -> str:
-    """Return a sentence that says why the connection failed.
-
-    The sentence does not name the server, because the error message does so already.
-    """
     if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
         return "it does not use TLS: use http:// instead of https:// in its URL"
     if error.errno is None or isinstance(error, (ssl.SSLError, socket.gaierror)):

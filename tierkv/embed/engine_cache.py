@@ -1007,7 +1007,7 @@ class EngineCache:
         return tuple(block for block in block_ids if any(block in one for one in touched))
 
     def release(self, key: str) -> None:
-        """Forget a request: end its lookup, and stop protecting the blocks that it has found.
+        """Forget a request, and end the protection of the blocks that its lookup has found.
 
         A publish that has not reached the prompt's end fails. Running saves continue, and their
         blocks stay cached. Further calls do nothing.

@@ -561,9 +561,10 @@ class EngineListener:
         return hello
 
     async def _serve(self, come: tuple[socket.socket, EngineHello], side: HostSide) -> None:
-        """Answer an engine's calls until it ends; then release its blocks and slots.
+        """Answer the calls of an engine until it disconnects, then release its blocks and slots.
 
-        The release waits until none of the engine's processes can copy any more.
+        The release waits until none of the engine's processes can copy any more. `come` is the
+        engine's connection and its first message.
         """
         (end, hello), loop = come, asyncio.get_running_loop()
         try:

@@ -1397,7 +1397,11 @@ class SavedPrompt:
         """Do nothing: other nodes fetch an engine's blocks from storage, not from its memory."""
 
     def show(self, start: int, stop: int) -> None:
-        """Do nothing: all saved blocks are on the host already, and need no copy."""
+        """Do nothing, because all saved blocks are on the host already.
+
+        Other kinds of `PromptBlocks` copy blocks from the device to the host in this method, for
+        claiming nodes to read.
+        """
 
     @asynccontextmanager
     async def on_host(self, blocks: range, _after: Sequence[Event]) -> AsyncIterator[Ids]:

@@ -311,7 +311,6 @@ class NodeCalls:
 
     @contextmanager
     def _translated(self, node: BackendNode) -> Iterator[None]:
-        """Raise NodeFailedError if a call to `node` in the `with` block fails or takes too long."""
         try:
             yield
         except TimeoutError as error:

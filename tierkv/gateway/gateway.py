@@ -158,7 +158,7 @@ class GatewayMetrics:
                 self.failed.labels(node.url, why)
 
     def figures(self) -> dict[str, float]:
-        """Return the values that the live page shows, by metric name with labels."""
+        """Return the metrics that the gateway's live page (at `/`) shows, by name with labels."""
         return figures_of(self.exposition.registry.collect(), _FIGURES)
 
 

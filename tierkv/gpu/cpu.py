@@ -1,7 +1,7 @@
 """The CPU as a device: NumPy planes, and threads that copy.
 
-It behaves as a GPU does: a submitted copy finishes later, copies of a lane run in order, events are
-polled, and an error fails only the events after it.
+The device behaves like a GPU: a submitted copy finishes later, copies of a lane run in order,
+events are polled, and an error fails only the events after it.
 """
 
 from __future__ import annotations

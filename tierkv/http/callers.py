@@ -38,7 +38,12 @@ from tierkv.threads import in_thread
 
 
 class Access(IntEnum):
-    """The access level that a route needs or a caller has. Each level includes the lower ones."""
+    """The access level that a route needs or a caller has. Each level includes the lower ones.
+
+    PUBLIC: probes, without authentication. READ: lookups and statistics. WRITE: requests,
+    publishes, claims and pins of the caller's own tenant. ADMIN: tiers, quotas, life cycle, and
+    blocks of all tenants.
+    """
 
     PUBLIC = 0  # probes: callers are not authenticated
     READ = 1  # read: lookup, stats, explain

@@ -437,9 +437,8 @@ class RankHeads:
     Attributes:
         layout: layout of the rank's planes.
         kv_heads: range of the KV heads for which the rank has keys and values.
-        rows: range of the rows that the rank computes, among the rows of all query heads of one KV
-            head in one tile. Each query head has TILE rows there. The range is the same for all KV
-            heads and tiles.
+        rows: range of the query rows that the rank computes for each of its KV heads in each tile
+            (TILE consecutive tokens). Each query head of the KV head has TILE rows.
     """
 
     layout: Layout
@@ -632,7 +631,6 @@ class ReferenceModel:
         return queries, keys.reshape(flat)[span.live], values.reshape(flat)[span.live]
 
     def _attend(self, queries: Floats, keys: Floats, values: Floats, span: Span) -> Floats:
-        """Return the attention output, in the shape of `queries`, for the positions in `span`."""
         c, xp = self.config, self._xp
         chunked = (len(keys), -1, CHUNK, c.head_dim)
         key_chunks, value_chunks = keys.reshape(chunked), values.reshape(chunked)

@@ -165,7 +165,8 @@ class HostLoads:
 
         Args:
             slots: the device slots of consecutive blocks of a path (a prefix in the index), int32
-                [n]. If any slot of a load is among them, the first slot of this load must be too.
+                [n]. The range must not begin in the middle of a load: a load is found only by its
+                first slot.
         """
         if not self._active:
             return []

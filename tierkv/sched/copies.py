@@ -812,6 +812,6 @@ class Copies:
         self._events.publish_not_stored(node, first, stop)
 
     def note_nothing_stored(self) -> None:
-        """Record that storage may have lost all blocks, and send a cache event that says so."""
+        """Record that storage may have lost all blocks, and send cache events that say so."""
         self._index.unmark_all_stored()
         self._events.publish_storage_lost()

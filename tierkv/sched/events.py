@@ -358,12 +358,14 @@ class CacheEvents:
         return EventPoint(self._number, self._num_clears)
 
     def publish_stored(self, runs: Iterable[BlockRun], since: EventPoint) -> None:
-        """Publish that blocks are in storage, except those that were published before.
+        """Send an event to subscribers that blocks are in storage.
+
+        Blocks for which such an event was sent before are left out.
 
         Args:
             runs: blocks that storage has.
             since: the point at which the write or the lookup of the blocks began. If storage has
-                lost all of its blocks after that point, nothing is published.
+                lost all of its blocks after that point, no event is sent.
         """
         if not self._subscriptions or since.num_clears != self._num_clears:
             return
@@ -424,7 +426,10 @@ class CacheEvents:
                 self._lose([digest for digest in run.digests if digest in self._stored])
 
     def publish_storage_lost(self) -> None:
-        """Publish that storage may have lost all blocks."""
+        """Send an EVICTED event to subscribers for every block that events reported as stored.
+
+        Call this when storage may have lost all of its blocks.
+        """
         self._num_clears += 1
         self._lose(list(self._stored))
 

@@ -944,7 +944,7 @@ class _Fetch:
             estimator.tier.end(transfer, now, is_late=is_late)
 
     def _learn(self) -> None:
-        """Log why the fetch ended early, and record the reason for `explain`."""
+        """Log why the fetch ended early, and record the reason for explanations of this miss."""
         tiers, landed, problem = self.fetcher.tiers, self.landed, self.landed.problem
         tiers.decisions.recompute_late += self.fate is MissCause.LATE
         if problem is None:

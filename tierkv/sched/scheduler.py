@@ -229,7 +229,8 @@ class Scheduler:
         Args:
             spec: the request.
             fetched: blocks fetched from storage for the request; None for none. The call releases
-                their lease when it ends, or earlier if another waiting request needs their memory.
+                their lease when it ends, or earlier if another waiting request needs their memory
+                or admission is paused.
 
         Returns:
             The running request.

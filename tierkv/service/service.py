@@ -772,9 +772,13 @@ class Service:
         return await status_of(self.require_handoff().tickets, ticket_id)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
-        """Delete a ticket with its open ticket and acknowledgement; return True if one was there.
+        """Delete a ticket with its open ticket and acknowledgement.
+
+        Returns:
+            True if at least one of these three records existed.
 
         Raises:
+            BadRequestError: the id cannot be encoded as UTF-8.
             StoreUnavailableError: the store did not answer.
         """
         return await self.require_handoff().tickets.forget(ticket_id)

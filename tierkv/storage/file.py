@@ -505,7 +505,10 @@ class FileNotifier:
             await asyncio.sleep(_TRY_AGAIN_S)
 
     async def _open(self) -> int:
-        """Call `_watch` in a thread; if this call is cancelled, the descriptor is closed."""
+        """Open the inotify descriptor in a thread, because opening blocks.
+
+        If this call is cancelled, the descriptor is closed once it is open.
+        """
         loop = asyncio.get_running_loop()
         opening = loop.run_in_executor(self._threads, _watch, self._directory)
         try:

@@ -693,7 +693,11 @@ class UsedBytes:
         self._measured_bytes = None
 
     def total(self) -> int | None:
-        """Return the total bytes; None if they have to be measured again.
+        """Return the total bytes of the values in the directory.
+
+        Returns:
+            The bytes; None if all files have to be measured again, because a process that had added
+                values has ended.
 
         Raises:
             OSError: the directory cannot be read.

@@ -627,7 +627,10 @@ class Mover:
         return movement
 
     def gate(self, movements: Sequence[Movement]) -> LayerGate:
-        """Return a gate that waits for `movements`; the gate is open if there are none."""
+        """Return a gate at which an engine waits for the layers that `movements` copy.
+
+        If there are no movements, the gate is open.
+        """
         if not movements:
             return self._open_gate
         submissions = [movement.submission for movement in movements]

@@ -281,12 +281,12 @@ def redirection(refusal: Refused, answered_by: Address) -> Redirection | None:
 
     Args:
         refusal: the error reply.
-        answered_by: the node that sent it. An empty host in the reply means the host of this node;
-            so does the unknown host "?" in an ASK.
+        answered_by: the node that sent the reply. An empty host in the reply means the host of this
+            node, and so does the unknown host "?" in an ASK.
 
     Returns:
-        The redirection. None if the refusal is another error, or a MOVED with the host "?"; the
-            table of slots then has the host.
+        The redirection. None if the refusal is another error, or a MOVED with the host "?", after
+            which CLUSTER SLOTS has to be asked for the host.
     """
     words = refusal.message.split()
     if len(words) != _REDIRECTION_WORDS or words[0] not in {"MOVED", "ASK"}:
@@ -444,7 +444,9 @@ class Topology:
         return member.node
 
     def note(self, slot: int, address: Address) -> None:
-        """Record that a slot has moved, and have the table of slots read again soon.
+        """Record that a Redis hash slot has moved to another node.
+
+        The whole assignment of slots to nodes is then read again in the background.
 
         Args:
             slot: number of the hash slot, 0 to 16,383.
@@ -508,7 +510,10 @@ class Topology:
             await asyncio.sleep(pause_s)
 
     async def _ask_for_table(self) -> list[Address | None]:
-        """Return the table of slots of the first node that answers; silent nodes are asked last."""
+        """Return the master of each hash slot, as reported by the first Redis node that answers.
+
+        Nodes that did not answer last time are asked last.
+        """
         failures = []
         known = dict.fromkeys((*self._members, *self._url.addresses))
         access = self._access
