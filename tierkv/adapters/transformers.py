@@ -694,9 +694,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Mark the sequence as inconsistent until the body ends or raises a TierKVError.
+        """Mark the cached sequence as inconsistent for the duration of the `with` block.
 
-        The mark stays if the body is interrupted, as by Ctrl-C.
+        The mark stays if an exception other than a TierKVError, such as Ctrl-C, ends the block. The
+        sequence is then discarded.
         """
         self._is_whole = False
         try:

@@ -137,9 +137,9 @@ class TierKVTier(SecondaryTierManager):
             self._asked.append((keys, self._pages.present(keys)))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the store's answers that only this request uses.
+        """Forget the store's answers about chunks that no other running request has looked up.
 
-        A later request asks the store again, since stored chunks may have expired.
+        A later request asks the store about these chunks again, because they may have expired.
         """
         for key in self._asked_by.pop(req_context.req_id, ()):
             self._num_asking[key] -= 1

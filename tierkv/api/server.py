@@ -158,12 +158,15 @@ async def _serve_engines(
 
 @contextmanager
 def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[list[socket.socket]]:
-    """Yield the listening sockets of `settings`, TCP first, and close them after the body.
+    """Open the listening sockets of `settings`, and close them at the end of the `with` block.
 
     Args:
         settings: The addresses.
         asks_callers: True if every caller is authenticated. If False, and `allow_insecure_bind` is
             not set, the TCP address must be one that other machines cannot reach.
+
+    Yields:
+        The sockets, TCP before the Unix socket.
 
     Raises:
         ConfigError: A socket cannot be opened.

@@ -632,10 +632,10 @@ class KeyRun(Sequence[StoredKey]):
         return map(self._chain.key, range(self._start, self._stop))
 
     def parent_of(self, at: int) -> bytes:
-        """Return the digest of the block before position `at`.
+        """Return the digest of the block before the block `self[at]`.
 
         For block 0 of the prompt, the result is the root. `at` may be len(self): the result is then
-        the digest of the last block.
+        the digest of the last block of this run.
         """
         return self._chain.parent_of(self._start + at)
 

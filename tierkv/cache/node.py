@@ -1067,13 +1067,14 @@ class TreeNode:
 
 
 def child_key(tokens: bytes, extra: bytes) -> bytes:
-    """Return the key, in `TreeNode.children`, of a node that begins with `tokens`.
+    """Return the bytes under which `TreeNode.children` stores a child: its tokens and extra keys.
 
-    If keys are sorted, those with the same extra keys and many common leading tokens are
-    neighbours.
+    In a sorted list of such keys, children with the same extra keys and many common leading tokens
+    are neighbours.
 
     Args:
-        tokens: packed: the first token, the whole first block, or the tail.
-        extra: extra keys (identity of media) of the first block; b"" for none.
+        tokens: packed tokens: only the child's first token, or all tokens of its first block if
+            another child begins with the same token.
+        extra: extra keys of the child's first block; b"" for none.
     """
     return _NO_TOKEN + len(extra).to_bytes(4, "little") + extra + tokens if extra else tokens

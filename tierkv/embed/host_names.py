@@ -66,7 +66,7 @@ class HostNames:
                 self._digests[name] = digest
 
     def clear(self) -> None:
-        """Remove all names."""
+        """Remove the engine's names of all blocks."""
         self._names.clear()
         self._digests.clear()
 

@@ -348,8 +348,8 @@ class CudaStream:
     def wait(self, event: Event, timeout_s: float) -> None:
         """Let work that is submitted to this stream after the call start only when `event` is done.
 
-        The call blocks until the copy of `event` is submitted. For an event of another kind of
-        device, the call blocks until the event is done.
+        The call blocks only if the copy that will complete `event` is not submitted to the GPU yet,
+        or if `event` is of another kind of device: then until `event` is done.
 
         Args:
             event: the event to wait for.

@@ -412,8 +412,8 @@ class CudaLane:
     def _may_begin(self, copy: BlockCopy) -> bool:
         """Return whether the calling thread can begin the copy, before the lane's thread runs.
 
-        This is the case if no earlier copy is queued, and the GPU need not wait for events of other
-        kinds.
+        This is the case if no earlier copy is queued, few begun copies still run, the host slots
+        are pinned, and the copy waits for no events but CUDA events.
         """
         if self._num_queued or self._before_copy is not None or not self._host.is_pinned:
             return False
@@ -454,11 +454,10 @@ class CudaLane:
         return tuple(events)
 
     def _begun(self, copy: BlockCopy) -> tuple[Units, list[tuple[Unit, CudaEvent]]]:
-        """Submit the first unit of the copy, or two small units, on the caller's thread.
+        """Submit the first few units of the copy on the caller's thread.
 
-        Return an iterator that submits the rest of the copy, and a list of the units that are
-        wholly submitted, each with the event of its end. In a load, this method may submit the copy
-        engine's part of one more unit; the iterator then submits that unit's kernel.
+        Return an iterator that submits the remaining units, and the list of units submitted so far,
+        each with the CUDA event that marks its end.
         """
         units = self._units(copy, 0.0)
         begun: list[tuple[Unit, CudaEvent]] = []

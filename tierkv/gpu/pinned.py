@@ -46,27 +46,26 @@ _pinned_pages: dict[int, npt.NDArray[np.uint8]] = {}
 class PinnedSlots:
     """Pinned host slots, which a GPU's copy engines can read and write.
 
-    See the protocol `HostSlots`.
-
-    This process can use the memory at once. When the constructor returns, the first chunk is
-    pinned; threads pin the other chunks in the background. A copy waits only until its own slots
-    are pinned.
+    The memory is pinned in chunks. The constructor returns when the first chunk is pinned; threads
+    pin the other chunks in the background. The CPU can use all memory at once, and a copy waits
+    only until its own slots are pinned.
 
     Args:
         gpu: the GPU near which the memory is placed.
         layout: layout of a block.
         num_slots: number of slots.
         array: mapped memory to pin, uint8 [num_slots, block_bytes]; it must stay mapped until these
-            slots are closed. One thread pins it, and pauses while `is_busy` returns True. None to
-            map new memory.
+            slots are closed. One thread pins it, and pauses between chunks while `is_busy` returns
+            True. None to map new memory.
         is_busy: returns True while the engine computes.
         num_threads: number of threads that pin new memory.
-        chunk_bytes: approximate number of bytes of a chunk; the attribute has the exact number.
+        chunk_bytes: approximate number of bytes of a chunk.
 
     Attributes:
         address: address of slot 0.
         stride: bytes from one slot to the next.
         num_bytes: bytes to pin.
+        chunk_bytes: exact number of bytes of a chunk.
         pinned_bytes: bytes that are pinned already.
         refusal: the reason why a chunk could not be pinned; None if there was no such chunk.
         is_pinned: True once all chunks are known to be pinned.

@@ -73,13 +73,16 @@ def rectangles_of(
 ) -> tuple[Rectangle, ...]:
     """Return up to four rectangles, each within one allocation, that together contain all planes.
 
+    A rectangle is a number of planes at equal distances, so that one command of the copy engine
+    moves one block of all of them.
+
     Args:
         layout: layout of a block.
         memory: addresses of each plane.
         num_blocks: number of blocks.
 
     Returns:
-        The rectangles; () if the planes do not form at most four rectangles.
+        The rectangles; () if four rectangles are not enough, or some planes form none.
     """
     places = [
         _Place(plane, where, start)

@@ -243,9 +243,9 @@ class TransformersEngine(SessionEngine):
             self._service.note_prefill(len(first.chunk), first.run.call_s)
 
     def _compute(self, calls: Sequence[_Call]) -> list[int | None]:
-        """Run one forward pass on the compute thread; return the chosen token of each call.
+        """Run one forward pass on the compute thread; return the new token of each call.
 
-        The token is None for a chunk that is followed by more tokens that the request already has.
+        The token is None for a call whose chunk is not the last one of the request's known tokens.
         """
         stream, started = self._service.device.compute_stream, time.monotonic()
         loading = [call.run for call in calls if not call.run.is_loaded]

@@ -359,17 +359,17 @@ def check_id(text: str, field: str) -> str:
 
 
 def session_of(request: web.BaseRequest, given: str | None) -> str | None:
-    """Return the id of the request's session (conversation), from the body or from X-Session-ID.
+    """Return the id of the session (conversation) that a request belongs to.
 
     Args:
         request: The request.
         given: The id in the request's body; None to use the header X-Session-ID.
 
     Returns:
-        The id; None if the request has no session.
+        The id; None if neither the body nor the header has one.
 
     Raises:
-        FieldError: The id is not valid (see `check_id`).
+        FieldError: The id is not 1 to 256 visible ASCII characters, or is "." or "..".
     """
     session_id = request.headers.get(SESSION_HEADER) if given is None else given
     return None if session_id is None else check_id(session_id, "session_id")

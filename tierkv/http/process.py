@@ -230,7 +230,7 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
         grace_s: Seconds for which running requests may continue.
         on_closing: Called when no request runs any more, and at the end of the grace time at the
             latest. It may be called twice.
-        stop: The event that `stop_signal` yields.
+        stop: The event that starts the shutdown, for example on SIGTERM.
     """
     await start_threads()
     async with listening as url, served.running():

@@ -56,16 +56,17 @@ _GRACE_S = 0.5
 
 
 class Watch:
-    """The wait of one claim for its ticket.
+    """The wait of a decode node for the ticket of a prompt that a prefill node computes.
 
     Args:
         tickets: reads tickets from the store.
         ticket_id: id of the ticket.
         prompt: the prompt that the ticket must be for.
-        estimator: measures the answering time of the store.
-        on_progress: called when more blocks of the prompt may be in storage. Its argument is their
-            number, counted from the prompt's start; None if it is unknown.
-        near: the connection to the prefill node that computes the prompt.
+        estimator: measures how long the store takes to answer.
+        on_progress: called when storage has probably received more blocks of the prompt. The
+            argument is the number of stored blocks from the prompt's start; None if unknown.
+        near: reads blocks from the prefill node's memory. It gets the node's address from the open
+            ticket.
 
     Attributes:
         keys: keys of all blocks of the prompt, complete once `ticket` has returned.

@@ -844,7 +844,8 @@ class PublishStream:
         """Store the prompt's full blocks as they are computed, until `finish` or `fail` is called.
 
         The result is a pair: the number of leading blocks that were in storage at the start, and
-        the number that are in storage at the end (None if the store failed).
+        the number that are in storage at the end. The latter is None if the store did not tell
+        which blocks it had at the start.
         """
         handoff, most = self._handoff, self._blocks.prompt.num_blocks
         present, ready = 0, None

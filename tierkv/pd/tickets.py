@@ -454,9 +454,10 @@ class Tickets:
     """Reader and writer of tickets in storage, for one node.
 
     Args:
-        storage: the storage tier.
-        values: reads and writes small values in the store.
-        tiers: computes keys, and owns the tasks that write.
+        storage: reads and writes blocks in the store that also has the tickets.
+        values: reads and writes small values, such as tickets, in this store.
+        tiers: the tiers of the node, which compute the keys of a prompt's blocks and run the tasks
+            that send hints.
         fingerprints: the fingerprints of this node by the name of their space, the main one under
             "". Entries may be added later.
         lease: the liveness lease of this node.

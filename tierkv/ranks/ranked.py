@@ -307,10 +307,9 @@ class _PendingCopies:
             ]
 
     def _silent_s(self, rank: int, oldest: _PendingCopy, now: float) -> float:
-        """Return the seconds without a finished copy of the rank.
+        """Return the seconds since the rank's last finished copy, at most the age of `oldest`.
 
-        They count from the rank's last finished copy, or from the start of `oldest` if that is
-        later.
+        `oldest` is the oldest copy that still runs.
         """
         return now - max(self._finished_at[rank], oldest.begun)
 

@@ -277,12 +277,12 @@ _UNEMBEDDING_GAIN = 1.0
 class LayerWeights:
     """The weights of one layer, as matrices [input size, output size] for row vectors.
 
-    Each matrix may also be given in panels: see `in_panels`.
-
-    With q = num_heads * head_dim and kv = num_kv_heads * head_dim:
+    In the shapes, q is num_heads * head_dim, and kv is num_kv_heads * head_dim. A matrix can also
+    be stored as panels of PANEL columns, [output size / PANEL, input size, PANEL].
 
     Attributes:
-        qkv, qkv_bias: [hidden, q + 2 kv] and [q + 2 kv]; queries, then keys, then values.
+        qkv: [hidden, q + 2 kv]; columns of the queries, then keys, then values.
+        qkv_bias: [q + 2 kv], in the same order.
         out: [q, hidden].
         gate_up: [hidden, 2 ffn], the gate first.
         down: [ffn, hidden].

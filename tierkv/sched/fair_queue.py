@@ -326,7 +326,11 @@ class WaitingLine:
         return False
 
     def ordered(self) -> list[Waiting]:
-        """Return all waiting requests, by priority, by blocks given to the space, by arrival."""
+        """Return all waiting requests in the order in which they should be admitted.
+
+        Higher priority comes first, then the space that was given fewer blocks, then the earlier
+        arrival.
+        """
         return sorted(
             self._line.values(),
             key=lambda one: (-one.priority, self._given.get(one.space, 0), one.number),

@@ -198,8 +198,8 @@ class FetchGroups:
     ) -> bool:
         """Fetch a group of blocks to the host, and insert it into the index.
 
-        `before` is the task that fetches the group before; None for the first group. The result is
-        True if all blocks of both groups, and of those before, arrived.
+        `before` is the task that fetches the preceding blocks; None for the first group. The result
+        is True if all blocks of this group and of all preceding groups arrived.
         """
         tiers, index = self._tiers, self._index
         keys, slots, kept, began = group.keys, group.slots, group.kept, tiers.events.now()

@@ -295,9 +295,9 @@ class Computing:
     def is_worth_it(self, wait: PromiseWait) -> bool:
         """Return whether waiting for another request's blocks seems faster than computing them.
 
-        The result is also False after waits in which the blocks did not come in time: several of
-        such failed waits in a row make the next requests not wait, and so does a total loss of more
-        seconds than waiting has saved.
+        Waits in which the blocks did not come in time also decide. After each such wait in a row,
+        more of the next requests compute without a wait. No request waits while these waits have
+        cost too many seconds in total.
         """
         return wait.is_sooner and not self._skip and self._regret.seconds > 0
 

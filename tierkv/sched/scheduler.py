@@ -131,9 +131,9 @@ class Scheduler:
                 waiting.outcome.set_exception(ShuttingDownError("this node is shutting down"))
 
     def forget_turns(self, space: str) -> None:
-        """Forget how many blocks a space's requests were given.
+        """Discard the count of blocks that a closed space's requests received.
 
-        Call it when the space is closed.
+        While a space is open, the queue uses the count to admit requests of all spaces in turn.
         """
         self._waiting.forget(space)
 

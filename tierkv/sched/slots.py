@@ -185,13 +185,16 @@ class Work:
         return end
 
     def begin_storing(self, space: str) -> Callable[[], None]:
-        """Count a write of blocks of `space` from host slots to a store.
+        """Record that a write of blocks from host slots to a store has begun.
 
-        Requests that need room wait for the write at most STORE_PATIENCE_S. After that, the write
-        counts in `num_late`.
+        A request that needs host slots waits for such a write, but at most STORE_PATIENCE_S
+        seconds.
+
+        Args:
+            space: name of the space (part of the index for one fingerprint) that has the blocks.
 
         Returns:
-            The function to call at the end of the write.
+            A function to call when the write has ended.
         """
         is_late = False
 

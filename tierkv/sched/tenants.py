@@ -23,15 +23,19 @@ MAX_ADAPTERS = 64  # adapters of one tenant that are open at a time
 
 
 class Tenants:
-    """The open fingerprints of a node, each with its own part of the index (a space).
+    """The fingerprints for which a node accepts requests now, each with its own space in the index.
+
+    A space is opened by `open`, or by the first request of its tenant and adapter. Unused spaces
+    are closed to make room for others.
 
     Args:
         tiers: the tiers of the node.
-        fingerprints: the open fingerprints by name of the space; the service's own has the name "".
+        fingerprints: the fingerprints with an open space, by name of the space; the service's own
+            has the name "". Opening and closing a space changes this dictionary.
         is_in_use: returns True if requests of the space with this name run, wait, or have blocks
             fetched for them.
         on_close: called with the name of each space that was closed.
-        max_tenants: largest number of spaces opened by `space_of` that are open at once.
+        max_tenants: largest number of spaces that requests have opened and that are open at once.
         quota: largest numbers of device and host blocks of a tenant for which no other quota is
             set.
         eviction: eviction policies of new spaces.

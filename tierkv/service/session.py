@@ -409,7 +409,12 @@ class Session:
         until enough blocks are free.
 
         Raises:
-            TierKVError: any error of `Growth.extend`.
+            OutOfBlocksError: all running requests wait for more blocks, and this one is chosen to
+                release its own: call `preempt`.
+            RequestTooLargeError: the device, or the quota of the request's space, is too small.
+            BadRequestError: `num_tokens` is negative.
+            OwnershipError: the request does not run.
+            RequestAbortedError: the request was aborted.
         """
         await self._service.scheduler.growth.extend(self.running(), num_tokens)
 

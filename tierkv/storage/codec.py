@@ -566,14 +566,14 @@ def codec_for(trust: Trust, key: bytes | None, payloads: PayloadCodecs = PAYLOAD
 
 
 def check_key(trust: Trust, key: bytes | None) -> bytes:
-    """Return `key`, which must have 32 bytes.
+    """Return `key` if it is a key of 32 bytes, otherwise raise an error.
 
     Args:
-        trust: the protection that needs the key, for the error.
-        key: the deployment's or a tenant's key; None for none.
+        trust: the value of the setting `storage.trust`, which the error names.
+        key: the secret key of the deployment or of a tenant; None if no key is set.
 
     Raises:
-        ConfigError: the key is missing or has another length.
+        ConfigError: `key` is None or does not have 32 bytes.
     """
     if key is None or len(key) != KEY_BYTES:
         raise ConfigError(

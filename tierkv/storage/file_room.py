@@ -637,19 +637,18 @@ class Room:
 
 
 class UsedBytes:
-    """The total bytes of the values in one directory, counted by all processes that use it.
+    """The total bytes of the values in a store's directory, counted by all processes that use it.
+
+    Each process has a directory below `writers`, and writes the bytes that it has added since its
+    start to the file `added` in it, for example `.writers/3f9c.../added`. The total is the result
+    of the last walk over all files, plus the bytes that all processes have added since. The total
+    is unknown before the first walk, and when a process has ended, because its file is gone.
 
     Methods block. Use an object from one thread at a time.
 
-        .writers / 3f9c... / added      bytes that this process has added since it began
-
-    A walk over all files measures the total. Later totals are the measured one plus the bytes that
-    all processes have added since. When one of the processes ends, its count is lost, and the total
-    is unknown until it is measured again.
-
     Args:
-        writers: the directory that contains a directory for each process.
-        own: returns the directory of this process below `writers`.
+        writers: the directory with one subdirectory for each process.
+        own: returns the subdirectory of this process.
     """
 
     def __init__(self, writers: Path, own: Callable[[], Path]) -> None:

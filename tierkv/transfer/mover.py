@@ -160,14 +160,16 @@ class EventPoller:
         self._wake_up()
 
     def call_if_done(self, event: Event, on_done: OnDone) -> bool:
-        """Call `on_done` at once if an event is done or has failed; return True if it was called.
-
-        Call this in a later turn of the event loop than the one that submitted the work.
+        """Call `on_done` at once if an event is done or has failed.
 
         Args:
             event: the event to test.
             on_done: called with None if the event is done, or with its error. An exception from
-                `on_done` ends the poller.
+                `on_done` stops the poller.
+
+        Returns:
+            True if `on_done` was called; False if the event is pending or the poller is not
+                running.
         """
         outcome = _outcome(event)
         if outcome is None or not self._is_running:

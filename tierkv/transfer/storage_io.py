@@ -497,8 +497,9 @@ class StorageIO:
     Attributes:
         has_other_sizes: True once a block was found that a node with another number of ranks has
             stored.
-        asking: called when a lookup in the store begins. Returns a function, which is called with
-            the digest of each block that the store lacks.
+        asking: function that is called before each lookup in the store, and returns a second
+            function; the second one is called with the digest of each block that the lookup misses.
+            The service sets it to report missing blocks in its cache events.
     """
 
     def __init__(  # noqa: PLR0913 - a block needs all of them to become a value

@@ -373,9 +373,14 @@ class MooncakeValues:
 class KnownMemory:
     """The memory of this node that is registered with Mooncake's client, as RDMA requires.
 
-    The memory consists of the node's `pools`, and of scratch memory for the bytes of values outside
-    the pools. The scratch memory is enough for `num_users` calls at a time. Without pools no memory
-    is registered, and values are read and written in place.
+    The memory consists of the node's buffers, and of scratch memory: bytes of a value that lie
+    outside the buffers are copied through it. Without buffers no memory is registered, and nothing
+    is copied.
+
+    Args:
+        client: Mooncake's client.
+        pools: the node's buffers; empty if the transport needs no registered memory.
+        num_users: number of calls that can use scratch memory at the same time.
     """
 
     def __init__(self, client: MooncakeClient, pools: Pieces, *, num_users: int) -> None:
