@@ -78,7 +78,11 @@ def is_skew(skew_s: float) -> bool:
 
 
 def skew_in_words(skew_s: float) -> str:
-    """Return a clause such as "this machine's clock is 5 s ahead of it"; "it" is the store."""
+    """Return the words "this machine's clock is N s ahead of it" or "behind it".
+
+    "It" is the store's clock, which the caller's sentence has named before. `skew_s` is positive if
+    this machine's clock is ahead.
+    """
     return (
         f"this machine's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} it"
     )

@@ -315,7 +315,8 @@ class NodeEngine(Protocol):
         Raises:
             BadRequestError: the engine does not support the request.
             DeviceFailedError: the device has failed.
-            TierKVError: the request was not admitted (see `Session.admit`).
+            TierKVError: the request was not admitted, for example because a request with its id
+                runs, or because it needs more blocks than the device has.
         """
         ...
 
@@ -340,7 +341,10 @@ class NodeEngine(Protocol):
         Raises:
             HandoffError: storage does not accept the prompt.
             DuplicateRequestError: the id names a ticket of another prompt.
-            TierKVError: the prompt was not computed (see `generate`).
+            BadRequestError: the engine does not support the request.
+            DeviceFailedError: the device has failed.
+            TierKVError: the prompt was not computed for another reason, for example because the
+                device has too few blocks.
         """
         ...
 

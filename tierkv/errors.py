@@ -65,7 +65,7 @@ class LayoutError(TierKVError):
 
 
 class TransferError(TierKVError):
-    """A copy of blocks failed: compute the tokens of the blocks that the error names.
+    """A copy of blocks has failed. The tokens of the blocks in `blocks` must be computed again.
 
     Attributes:
         blocks: ids of device blocks with invalid content; empty if they are unknown.
@@ -101,7 +101,10 @@ class StoreDownError(StoreUnavailableError):
 
 
 class StoreCorruptError(StoreError):
-    """A stored value or a message is not what was written: delete the value, compute the prompt."""
+    """A stored value or a received message is damaged.
+
+    Delete the stored value and compute its tokens.
+    """
 
 
 class HandoffError(TierKVError):

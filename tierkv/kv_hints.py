@@ -44,7 +44,10 @@ class KvHints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Action(Protocol):
-    """The part of an action that is read; the types of tierkv, vLLM and SGLang have it."""
+    """The fields of one action in a router's hints (`kv_hints`) that tierkv reads.
+
+    `KvHintAction` and the action types of vLLM and SGLang have these fields.
+    """
 
     @property
     def action_type(self) -> str: ...

@@ -79,15 +79,15 @@ class _ReportingGroup(asyncio.TaskGroup):
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Enter a TaskGroup that raises the error of a failed task, not an exception group.
+    """Enter an asyncio.TaskGroup that raises the error of a failed task itself if it can.
 
     Yields:
-        The group.
+        The task group.
 
     Raises:
-        BaseException: the error, if only one task failed, or only the body.
-        TierKVError: the first error, if several tasks failed, all with a TierKVError.
-        BaseExceptionGroup: all errors, if several tasks failed, and not all with a TierKVError.
+        BaseException: the error, if there is only one, from a task or from the `with` block.
+        TierKVError: the first error, if there are several and all are TierKVErrors.
+        BaseExceptionGroup: all errors, if there are several and not all are TierKVErrors.
     """
     report = _on_failure.get()
     try:
@@ -124,12 +124,12 @@ async def background(work: dict[str, Coroutine[None, None, None]]) -> AsyncItera
 async def supervised(
     work: dict[str, Callable[[], Coroutine[None, None, None]]],
 ) -> AsyncIterator[None]:
-    """Run functions as tasks until the body ends, and restart a task that fails.
+    """Run functions as tasks until the `with` block ends, and restart a task that fails.
 
-    This is for work that the body can do without, such as probes and prefetches. An error is
-    logged, counted in `failures`, and not raised; the function is called again after a pause of 0.5
-    s, which doubles up to 30 s. Only an AssertionError, which means that tierkv's own state is
-    wrong, cancels the body and is raised. A task that returns is not restarted.
+    Use this for work whose failure must not stop the `with` block, such as probes and prefetches.
+    An error is logged and counted in `failures`; the function is called again after a pause of 0.5
+    s, which doubles up to 30 s. Only an AssertionError, which means that tierkv has a bug, cancels
+    the `with` block and is raised. A function that returns is not called again.
 
     Args:
         work: the coroutine functions, by the name of their task.

@@ -86,7 +86,10 @@ def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterato
 
 
 def join() -> None:
-    """Trace through the OpenTelemetry setup of this process; do nothing if there is none."""
+    """Send trace spans to the OpenTelemetry setup that this process already has.
+
+    If the process has none, no spans are made.
+    """
     global _tracer  # noqa: PLW0603 - a process has one
     if _tracer is None and "opentelemetry.sdk.trace" in sys.modules:
         from opentelemetry import trace  # noqa: PLC0415 - it is loaded

@@ -399,13 +399,13 @@ class TierKVCache(Cache):  # type: ignore[misc]
         Args:
             model: the model that will be called with this cache. Its `generate` is replaced, and
                 hooks are added to it.
-            store: storage URL, see docs/storage.md; None for host memory alone.
+            store: storage URL, such as file:///path or redis://host; None for host memory alone.
             host_bytes: bytes of host memory, which is pinned for a GPU.
             block_size: tokens of a block.
             ttl_s: seconds that a value stays in the store; None for as long as the store keeps it.
-            revision: name of the weights. None hashes the weights, which reads them once; models
-                then share KV if their configuration and every weight are equal. In both cases,
-                models with other active PEFT adapters or scales do not share KV.
+            revision: a name for the model's weights: models share KV if configuration and revision
+                are equal. None hashes all weights once, and uses the hash as the revision. Models
+                with different active PEFT adapters or adapter scales never share KV.
             tenant: name of the owner of the blocks; other tenants do not find them.
             fetch_policy: BEST_EFFORT fetches blocks if fetching is estimated to be faster than
                 computing, WAIT_COMPLETE fetches all stored blocks.

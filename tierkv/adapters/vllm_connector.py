@@ -749,9 +749,10 @@ class _SchedulerSide:
         log.info("KV blocks are kept in host memory and %s", kept)
 
     def _scheme(self, ranks: Sequence[RankHandshake]) -> ShardScheme | None:
-        """Return the rule that joins the ranks' heads to a whole block.
+        """Return how the ranks share the heads of a whole block.
 
-        The result is None if the order of the heads within a block is unknown.
+        The result is None if the engine has several cache groups, or if the ranks' heads together
+        are not the model's heads, each once.
         """
         first, total = ranks[0], self._config.model_config.get_total_num_kv_heads()
         if len(first.groups) > 1 or first.heads * len(ranks) != total:
@@ -853,9 +854,9 @@ class _SchedulerSide:
         return found.num_tokens
 
     def _has_nothing(self, tracked: _Tracked, num_computed: int) -> bool:
-        """Return True if a lookup would surely find too few tokens, so that none is made.
+        """Return True without a lookup if it would find too few tokens for a load.
 
-        The request is then recorded as if a lookup had found nothing.
+        The request's lookup is then recorded as ended, with nothing found.
         """
         request, size = tracked.request, self._groups[self._main].block_size
         num_saved = num_blocks = 0
@@ -1159,9 +1160,10 @@ class _SchedulerSide:
         return stop
 
     def _stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
-        """Return, by cache group, how many full blocks the first `num_tokens` tokens have.
+        """Return, by cache group, the number of full blocks in the first `num_tokens` tokens.
 
-        For a cache group of states, the result is the number of blocks that are already saved.
+        For a cache group of recurrent states, the result is the number of blocks that are already
+        saved.
         """
         stops = [num_tokens // group.block_size for group in self._groups]
         for at in self._states:

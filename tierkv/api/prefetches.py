@@ -45,7 +45,7 @@ class Prefetch:
 
 
 class Prefetches:
-    """The prefetches of a node, by tenant and id."""
+    """The tasks that fetch prompts to the host before requests need them, by tenant and id."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -37,11 +37,11 @@ class WritePolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WriteRule:
-    """The rule that says when a tier's blocks are copied to the tier below.
+    """The moment at which a tier's blocks are copied to the tier below.
 
     Attributes:
-        policy: the kind of rule.
-        after_hits: number of matches after which SELECTIVE copies a block, at least 1.
+        policy: never, when a block is computed, after some matches, or when a block is evicted.
+        after_hits: number of matches after which the policy SELECTIVE copies a block, at least 1.
     """
 
     policy: WritePolicy
@@ -183,7 +183,7 @@ class EvictionOrder:
             self._push_again(node)
 
     def forget(self, node: TreeNode) -> None:
-        """Remove the entries of a node that has left the tree."""
+        """Remove a node that has left the tree from the queue."""
         entry = self._newest.pop(node.uid, None)
         if entry is not None and self._line and self._line[0] is entry:
             self._line.popleft()  # the common case: an evicted node was the first

@@ -316,9 +316,10 @@ class FlatBlocks:
             self._unheld.pop(block.key.digest, None)
 
     def release(self, blocks: Sequence[FlatBlock]) -> None:
-        """End one `hold` of each block, which counts as a use.
+        """End the protection from eviction that one call of `hold` gave each of the blocks.
 
-        Blocks must be in the order of their prompt, so that the last ones are evicted first.
+        The blocks are then the most recently used ones. They must be in the order of their prompt,
+        so that the last ones are evicted first.
         """
         for block in reversed(blocks):
             block.holders -= 1

@@ -197,7 +197,10 @@ class History:
         self._events[key] = event
 
     def _keep_run(self, key: _Key, run: _Run) -> None:
-        """Keep `run`, and up to _MAX_RUNS longer runs that begin with the same block."""
+        """Record the evicted blocks `run` under their first block.
+
+        Up to _MAX_RUNS longer runs that were recorded under the same block stay recorded.
+        """
         if (known := self._run_at(key)) is not None:
             most = run.stop - run.start
             others = (msgspec.structs.replace(known, longer=()), *known.longer)
@@ -216,7 +219,10 @@ class History:
 
 
 def _mark_before(node: TreeNode, first: int, width: int) -> int:
-    """Return a hash of the node's block `first` and of up to _BEFORE blocks before it."""
+    """Return a hash of a block and up to _BEFORE blocks before it, to find its events later.
+
+    `first` is the block's index within the node, `width` the bytes of a block's packed tokens.
+    """
     block, at = node.start + first, node.packed_at + first * width
     back = min(_BEFORE, block)
     if back <= first and not node.extras:  # all hashed blocks are in this node

@@ -304,7 +304,9 @@ class Tree:
             self.count_unheld(node.space, device, host)
 
     def count_unheld(self, space: Space, device: int, host: int) -> None:
-        """Change the numbers of evictable blocks that the eviction queues count for `space`.
+        """Add to the numbers of blocks of `space` that no lease protects.
+
+        The eviction queues of the tiers, and of the space if it has its own, keep these numbers.
 
         Args:
             space: the space.
@@ -450,7 +452,11 @@ class Tree:
     def _recount_halves(
         self, parent: TreeNode, upper: TreeNode, lower: TreeNode, had: tuple[bool, bool]
     ) -> None:
-        """Correct the counts of `parent` and `upper` after a split into `upper` and `lower`."""
+        """Correct the counts of children with blocks on each tier after a node was split.
+
+        `upper` is the new child of `parent`, and `lower` is its only child. `had` is True for each
+        tier on which the node had blocks before.
+        """
         is_lower, is_upper = (
             tuple(int(half.num_present(tier) > 0) for tier in TIERS) for half in (lower, upper)
         )
@@ -700,7 +706,7 @@ def descend(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> tuple[TreeNo
 
 
 def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
-    """Return the parts of blocks [start, stop) of the path to `node` that single nodes have.
+    """Divide blocks [start, stop) of a path into parts, each of which belongs to one tree node.
 
     Args:
         node: the tree node at the end of the path.
@@ -927,7 +933,11 @@ class Index:
         return found
 
     def _compute_digests(self, part: TreeNode, parent: bytes, known: int, stop: int) -> list[bytes]:
-        """Compute and store the keys of a node's blocks [known, stop), counted within the node."""
+        """Compute the keys of a node's blocks [known, stop), and append them to its digests.
+
+        The indexes count within the node. `known` is the number of digests that the node has
+        already; `parent` is the key of the block before the node's first.
+        """
         digest = part.digests[-DIGEST_BYTES:] or parent
         if part.extras:
             more = []
@@ -988,9 +998,9 @@ class Index:
             self._tree.prune(node)
 
     def _move(self, lease: Lease, node: TreeNode, *, is_new: bool = False) -> None:
-        """Let `lease` end at `node` from now on, which counts as a use.
+        """Make `lease` end at `node` instead of its present node, and mark `node` as just used.
 
-        With `is_new`, `node` was made for the lease and already counts it as a holder.
+        If `is_new` is True, `node` was made for the lease and already counts it as a holder.
         """
         before, lease.node, lease.num_blocks = lease.node, node, node.end
         end = node.parent if is_new else node
@@ -1100,10 +1110,10 @@ class Index:
     def _fill_in(
         self, tier: Tier, node: TreeNode, first: int, pos: int, slots: Ids
     ) -> tuple[int, tuple[int, ...]]:
-        """Give a slot to each block in [first, pos) of the path that has none on `tier`.
+        """Give a slot on `tier` to each of the path's blocks [first, pos) that has none.
 
-        On the device, stop at a block that is being loaded. Return the block index at which the
-        call stopped, and the positions in `slots` of unused slots before it.
+        On the device, stop at a block that is being loaded. Return the index of the block at which
+        this method stopped, and the positions in `slots` that were not needed.
         """
         refused: list[int] = []
         for part, start, end in segments(node, first, pos):

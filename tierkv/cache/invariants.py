@@ -209,7 +209,7 @@ def _bytes_that_share(node: TreeNode) -> int:
 def _digests_of(node: TreeNode) -> bytes:
     """Compute the keys in `node.digests` again, from the tokens.
 
-    B"" if the parent's last key is unknown.
+    The result is b"" if the last key of the node's parent is unknown.
     """
     parent = node.parent
     assert parent is not None, "the root is not listed"

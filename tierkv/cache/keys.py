@@ -641,7 +641,10 @@ class KeyRun(Sequence[StoredKey]):
 
     @property
     def parent(self) -> bytes:
-        """The `parent` that was passed to `of`; slices have the same value."""
+        """The key of the block before those of `KeyRun.of`; the root if `of` began with block 0.
+
+        A slice has the same parent as the `KeyRun` that it was cut from.
+        """
         return self._chain.parent
 
     @property

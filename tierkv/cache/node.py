@@ -176,14 +176,14 @@ class BlockPool:
         self._reset(capacity, np.concatenate([more, self._free[: self.num_free]]))
 
     def shrink(self, capacity: int) -> None:
-        """Remove all ids from `capacity` on; none of them may be allocated by another caller.
+        """Remove all ids that are `capacity` or higher from the pool; they must be free.
 
-        Before this call, allocate the free ids from `capacity` on with `allocate_from`, so that no
-        other caller gets them. Wait until the other callers have released theirs, then release your
-        own.
+        To make them free, first call `allocate_from(capacity)`, so that no other caller gets a free
+        one. Wait until all other callers have released their ids from `capacity` on, and then
+        release the ids that `allocate_from` returned.
 
         Raises:
-            OwnershipError: an id from `capacity` on is allocated; nothing changed.
+            OwnershipError: one of these ids is allocated; nothing changed.
             ValueError: `capacity` is negative or above the present number.
         """
         if not 0 <= capacity <= self.capacity:
@@ -954,12 +954,15 @@ class TreeNode:
         return self._stored[start:stop]
 
     def believe_stored(self, start: int, stop: int, believed: Mask) -> None:
-        """Record which of blocks [start, stop) are in storage, so that they are not written again.
+        """Record for each of the blocks [start, stop) if storage has it.
+
+        Blocks that storage has are not written again.
 
         Args:
             start: index of the first block within the node.
             stop: index after the last block.
-            believed: True for each block that storage has, bool [stop - start].
+            believed: bool [stop - start], True for each block that storage has. Storage may have
+                deleted the block since.
         """
         if self._stored is None:
             if not believed.any():

@@ -310,7 +310,6 @@ def verify(
 
 
 def _by_name(findings: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return the reasons by name; several reasons for one name are joined."""
     of_each: dict[str, str] = {}
     for name, why in findings:
         of_each[name] = f"{of_each[name]}; {why}" if name in of_each else why

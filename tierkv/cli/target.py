@@ -51,10 +51,11 @@ async def ask_node(
             authorities.
         cert: PEM file of this client's certificate and key; None for none.
         timeout_s: seconds for each call of the client.
-        retries: the rule by which failed calls are retried; None for AsyncClient's default.
+        retries: number and pauses of the retries of a failed call; None for AsyncClient's default.
 
     Raises:
-        TierKVError: the call failed. The text is the node's own if the node has answered.
+        TierKVError: the call failed. If the node has answered with an error, the text is from the
+            node.
     """
     tls = client_tls(ca=ca, cert=cert) if ca or cert else None
     token = os.environ.get(_TOKEN) or None  # not an option, because `ps` shows options to all users

@@ -213,9 +213,10 @@ class AsyncClient:
     def stream_prefill(
         self, body: PrefillBody
     ) -> AbstractAsyncContextManager[TokenStream[PrefillAnswer]]:
-        """Call `prefill`, and provide a stream of the first token before the whole answer.
+        """Compute and publish a prompt, and receive its first token before the publish ends.
 
-        The answer arrives once the prompt is published.
+        The context manager's value is a stream: it yields the first token, and ends with the answer
+        once the prompt is published.
         """
         return self._node.stream("/v1/prefill", PrefillAnswer, replace(body, stream=True))
 

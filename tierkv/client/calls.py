@@ -238,7 +238,10 @@ class Calls:
 
 
 def named(body: B) -> B:
-    """Return `body` with a request id, so that a node does the work of a retried call only once."""
+    """Return `body`, with a random request id if it has none.
+
+    By the id a node recognizes a retried call, and does its work only once.
+    """
     if getattr(body, "request_id", None) is not None:
         return body
     return replace(body, request_id=uuid4().hex)

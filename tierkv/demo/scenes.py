@@ -167,7 +167,7 @@ class Play:
         return await self._compare(title, self._prompt, answer, tail_tokens)
 
     async def _direct_hand_off(self) -> Scene:
-        """Play a hand-off between `prefill_2` and `decode_2`, which have not cached the prompt."""
+        """Play a hand-off in which `decode_2` reads blocks from the memory of `prefill_2`."""
         claim, tail_tokens = await self._published(self._nodes.prefill_2)
         node = self._nodes.decode_2
         answer = node.client.decode(claim)
@@ -180,7 +180,8 @@ class Play:
     async def _published(self, node: NodeProcess) -> tuple[DecodeBody, int]:
         """Publish the prompt at `node`.
 
-        Return the body of its claim, and its number of tail tokens.
+        Return the request by which a decode node claims the prompt, and the number of tokens in the
+        prompt's tail.
         """
         ticket_id = f"demo-{uuid4().hex[:12]}"
         self._say("prefill node: reading the prompt, publishing its blocks and a ticket ...")

@@ -119,10 +119,10 @@ class Embedded:
         return self._thread.exchange.poll()
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` has a call to return, or for `timeout_s` seconds.
+        """Block until a call that `poll` has not yet returned ends, or for `timeout_s` s.
 
         Returns:
-            True if `poll` has a call to return.
+            True if a call has finished; False after the timeout.
         """
         return self._thread.exchange.wait(timeout_s)
 
@@ -266,13 +266,13 @@ class Embedded:
     def extend(self, request_id: str, num_tokens: int) -> Call[Admitted]:
         """Allocate blocks for more tokens of a request; the result has the longer block table.
 
-        If too few blocks are free, and the scheduler chooses this request as the one to preempt,
-        the call is refused with OutOfBlocksError.
+        While too few blocks are free, the request waits. If all running requests wait, and this one
+        is chosen to release its blocks, the call fails with OutOfBlocksError.
 
         Args:
             request_id: id of a running request.
-            num_tokens: number of tokens after the committed tokens to have room for; before the
-                prompt is committed, number of tokens after the prompt.
+            num_tokens: number of tokens that the blocks must have room for, counted from the last
+                committed token. Before the prompt is committed, counted from the end of the prompt.
 
         Raises:
             BadRequestError: `num_tokens` is not an integer of 0 or more.
@@ -289,8 +289,9 @@ class Embedded:
         """Replace a request's blocks after a failed load, and load tokens that are still cached.
 
         The engine computes from the result's `cached_tokens` on; tokens that were not committed are
-        lost. Only Until.ADMITTED needs this: with Until.LOADED, `admit` does it. If the call is
-        refused, `abort` the request.
+        lost. Only requests that were admitted with `until=Until.ADMITTED` need this call; otherwise
+        `admit` waits for the loads and replaces the blocks itself. If the call is refused, `abort`
+        the request.
 
         Args:
             request_id: id of the request.
@@ -462,7 +463,10 @@ class Embedded:
     def _in_turn(
         self, kind: str, request_id: str, work: Callable[[Session], Awaitable[T]]
     ) -> Call[T]:
-        """Run `work` on the request's session, after all earlier calls about the request."""
+        """Run `work` on the request's session, after all earlier calls about the request.
+
+        `kind` is the name of the returned call.
+        """
         check_text(request_id=request_id)
 
         async def job(_: Service) -> T:

@@ -1130,9 +1130,9 @@ class EngineCache:
     def reset(self) -> Call[int]:
         """Remove from the host all blocks that no request uses.
 
-        Values in the store remain. Blocks of running saves are dropped. A request that has looked
-        up or saved before the reset saves nothing more until the engine releases it, and its ticket
-        is not published.
+        Values in the store remain. Running saves are discarded. For a request that has made a
+        lookup or a save before the reset, nothing more is saved until the engine releases the
+        request, and its ticket is not published.
 
         Returns:
             The call. Its result is the number of blocks left on the host.
@@ -1332,9 +1332,8 @@ def _slices_of(
 ) -> Sequence[Layout]:
     """Return the ranks' layouts if storage has a separate value for each rank's part of a block.
 
-    Otherwise the result is (): there is one rank, every rank has the whole block, or one stored
-    value has the parts of all ranks side by side. ConfigError is raised if the parts do not make up
-    the whole block.
+    Return () if storage has one value for a whole block. Raise ConfigError if the ranks' parts do
+    not make up the whole block.
     """
     if len(shards) < 2 or whole.digest in (shards[0].digest, side_by_side(shards).digest):  # noqa: PLR2004 - one rank has all
         return ()

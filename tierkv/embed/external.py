@@ -617,8 +617,8 @@ class EngineListener:
     ) -> bool:
         """Send a new engine the host memory, or a refusal; return True if the memory was sent.
 
-        `come` is the engine's connection and hello. `theirs` is the end of the socket pair that the
-        engine's processes keep open.
+        `come` is the engine's connection and its first message. `theirs` is a socket that is sent
+        with the memory, and that the engine's processes keep open for as long as they run.
         """
         end, hello = come
         link, sizes = Link(end), self._sizes

@@ -242,18 +242,18 @@ class GroupTier:
                 return length
 
     def to_ask(self, lookup: GroupLookup, limit: int, max_asked: int) -> list[int]:
-        """Return the blocks to look up in storage to find out if `limit` tokens are usable.
+        """Return blocks to look up in storage, to find out if `limit` tokens can be reused.
 
         Args:
             lookup: the prompt's lookup in this cache group so far.
             limit: number of leading tokens of the prompt.
-            max_asked: largest number of blocks to return; if `limit` tokens need more blocks than
-                this, up to that number is returned.
+            max_asked: largest number of blocks to return. If `limit` tokens need more blocks, the
+                number that they need is the largest.
 
         Returns:
             Numbers of the prompt's blocks. For full attention, the list begins with the first block
-                that must be looked up; for a sliding window or a state, it ends with the last one.
-                [] if no more lookup is needed.
+                that must be looked up; for a sliding window or a recurrent state, it ends with the
+                last one. [] if no more lookup is needed.
         """
         try:
             self.group.longest(limit, _Valid(self, lookup, limit, _Asked.RAISES))
@@ -323,7 +323,7 @@ class GroupTier:
 
         Args:
             lookup: the prompt's lookup in this cache group.
-            num_tokens: a number of tokens that is usable from the host alone.
+            num_tokens: a number of leading tokens, for which all needed blocks are on the host.
 
         Returns:
             The number of the first of these blocks in the prompt, and the blocks. The caller ends
@@ -350,7 +350,8 @@ class GroupTier:
     async def fetch_missing(self, lookup: GroupLookup, num_tokens: int) -> str | None:
         """Fetch to the host the stored blocks that the first `num_tokens` tokens need.
 
-        All blocks that these tokens need are protected from eviction until `release`.
+        All blocks on the host that these tokens need are protected from eviction until
+        `release(lookup)` is called.
 
         Args:
             lookup: the prompt's lookup in this cache group.
@@ -473,10 +474,10 @@ class GroupTier:
     # Storing
 
     def _write_down(self, block: FlatBlock) -> None:
-        """Begin to store a block, if `CacheSettings.storage_write` says that it is stored now.
+        """Begin to store a block, if the policy `CacheSettings.storage_write` requires a copy now.
 
-        With write-back, a block is stored at once, too: evictions in this tier do not wait for a
-        store.
+        Write-back, which in other tiers stores a block at its eviction, stores it at once here:
+        evictions in this tier do not wait for a store.
         """
         is_due = self._rule.writes_now(block.hits) or self._rule.policy is WritePolicy.WRITE_BACK
         if is_due and not block.is_stored and self.storage is not None:
@@ -542,12 +543,13 @@ class GroupTier:
     # Checks and events
 
     def findings(self, num_holds: int) -> list[str]:
-        """Recount the cache group's blocks; return a sentence for each error.
+        """Check the bookkeeping of this cache group; return a sentence for each error.
 
-        No copy may be running.
+        Call this while no copy is running.
 
         Args:
-            num_holds: expected number of protections from eviction, summed over the blocks.
+            num_holds: expected number of holds. A hold protects a block from eviction; a block with
+                two holds counts twice.
         """
         wrong = self.blocks.findings()
         if self._coming or self._is_storing:

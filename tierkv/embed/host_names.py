@@ -42,7 +42,11 @@ class HostNames:
         return set(self._names)
 
     def put(self, event: CacheEvent) -> None:
-        """Add the names of the event's stored host blocks, or remove those of its evicted ones."""
+        """Update the engine's ids of host blocks after an event of the cache.
+
+        If blocks were stored on the host, their ids are added; if they were evicted, removed.
+        Events of other tiers and cache groups are ignored.
+        """
         if event.tier != "host" or event.group != self._group:
             return
         if event.kind is CacheEventKind.STORED:

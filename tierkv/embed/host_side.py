@@ -352,8 +352,8 @@ class _Planned(NamedTuple):
     """The longest beginning of a prompt that every cache group has on the host or in storage.
 
     Attributes:
-        num_tokens: number of its tokens.
-        problem: the error that prevented a longer one; None without an error.
+        num_tokens: number of tokens of this beginning.
+        problem: the error because of which storage was not asked for more; None without an error.
         known: the blocks of the indexed cache group that storage has; None if they were not looked
             up.
     """
@@ -391,7 +391,7 @@ class _PromiseFetch:
 
 
 class HostSide:
-    """The host tier behind one or more `EngineCache`s: finds, fetches, saves and publishes blocks.
+    """The host tier of one or more `EngineCache`s: finds, fetches, saves and publishes blocks.
 
     Construct the object in the thread of the service's event loop, and call all methods there; only
     `take_events` may be called from any thread.
@@ -603,10 +603,9 @@ class HostSide:
         return _Planned(length, problem or _problem_of(lookups), None if problem else known)
 
     def _first_asked(self, lookups: dict[int, GroupLookup], bound: int) -> dict[int, Sequence[int]]:
-        """Return, by cache group, the numbers of the blocks to look up in storage first.
+        """Return, for each cache group, the numbers of the blocks to look up in storage first.
 
-        For a short prompt, these are all blocks, if there is a cache group in the index: one lookup
-        is then enough.
+        For a short prompt, these can be all blocks, so that no second lookup is needed.
         """
         tiers = {n: self._tiers[n] for n in lookups if self._tiers[n].storage is not None}
         whole = {n: range(-(-bound // tier.group.block_size)) for n, tier in tiers.items()}
@@ -776,9 +775,12 @@ class HostSide:
         fetch: _PromiseFetch,
         bound: int,
     ) -> str | None:
-        """Fetch missing blocks, and protect the prompt's host blocks if the request still waits.
+        """Fetch the missing blocks of the first `bound` tokens, and fill `fetch.promise`.
 
-        Return the reason why a block did not arrive, or None.
+        The promise protects the blocks on the host from eviction; nothing is protected if the
+        request no longer waits for it. `keys` has the keys of the prompt's blocks if a ticket
+        states that they are stored; otherwise it is (). Return the reason why a block did not
+        arrive; None if all arrived.
         """
         lookups, problem, estimator = self._begin_lookups(prompt), None, self._service.estimator
         time = asyncio.get_running_loop().time
@@ -945,21 +947,24 @@ class HostSide:
             self._release(promise)
 
     async def free(self, promise: HostPromise) -> None:
-        """Release the host blocks of a promise that the request does not load.
+        """Release the host blocks of a promise that the request will not load.
 
         Args:
-            promise: the promise; its `claim` must have returned True.
+            promise: the promise. The caller must have ended it with `HostPromise.claim`, which
+                returned True.
         """
         self._release(promise)
 
     async def loaded(self, promise: HostPromise, failed: Sequence[Sequence[int]]) -> None:
         """Release the host blocks of a promise after its load.
 
-        If all blocks of a ticket's prompt were loaded, the ticket is acknowledged to its publisher.
+        If the prompt was claimed by a ticket and all its blocks were loaded, the prefill node gets
+        an acknowledgement.
 
         Args:
             promise: the promise with the loaded blocks.
-            failed: by cache group, numbers of the prompt's blocks that did not load; () if all did.
+            failed: for each cache group, the numbers of the prompt's blocks that were not loaded;
+                () if all blocks were loaded.
         """
         self._release(promise)
         handoff = self._service.handoff
@@ -1343,7 +1348,9 @@ class HostSide:
 
 
 class SavedPrompt:
-    """The host blocks of a prompt that an engine saves, as `PromptBlocks` for a `PublishStream`.
+    """The host blocks of a prompt that an engine saves, as a publish needs them.
+
+    The publish stores the blocks for other nodes while the engine still saves further ones.
 
     Args:
         side: the host tier that has the blocks.
@@ -1379,9 +1386,9 @@ class SavedPrompt:
         return self._promise.lease
 
     def grow(self) -> int:
-        """Protect from eviction the full blocks that are saved by now.
+        """Protect from eviction the full blocks of the prompt that are on the host by now.
 
-        Return how many tokens they have.
+        Return the number of tokens in the protected blocks.
         """
         return self._side.hold_saved(self._promise, self.prompt)
 

@@ -37,7 +37,8 @@ class Admitted:
         block_table: int32, read-only: the device blocks for the prompt and `max_new_tokens` further
             tokens.
         cached_tokens: number of leading tokens whose KV is in these blocks; the engine computes the
-            rest. With Until.ADMITTED, the engine must wait for each layer's KV at `gate`.
+            rest. If `admit` was called with `until=Until.ADMITTED`, the KV may still be on its way:
+            the engine must wait for each layer at `gate`.
         matched: number of the prompt's tokens that were found on each tier.
         gate: waits, layer by layer, for cached KV that is still being loaded.
         ticket: the ticket of a claimed prompt; None without one.
@@ -99,9 +100,9 @@ class Requests:
 
     @asynccontextmanager
     async def new(self, service: Service, spec: RequestSpec) -> AsyncIterator[Session]:
-        """Begin a request, and provide its session to the body.
+        """Begin a request; the value of the context is the request's session.
 
-        If the body fails or is cancelled, the request is aborted.
+        If the code inside the context fails or is cancelled, the request is aborted.
 
         Args:
             service: the service that the request runs in.
@@ -198,7 +199,7 @@ class Requests:
 
 @contextmanager
 def _listed(held: _Held) -> Iterator[None]:
-    """List the current task, during the body, among the operations that `abort` cancels."""
+    """Let `abort` cancel the current task while this context is entered."""
     task = _current_task()
     held.tasks.add(task)
     try:

@@ -37,11 +37,13 @@ class CloseTimeoutError(TierKVError):
 
 
 class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of an embedded service.
+    """Limits of a cache service that runs in a thread of the engine's process.
+
+    A call is a method call of the engine, such as `admit`, which the service's thread carries out.
 
     Attributes:
-        max_calls: largest number of open calls: running calls, and finished calls that were not
-            read.
+        max_calls: largest number of calls that are running, or have finished without their results
+            being read.
         load_timeout_s: seconds that the load of a request's cached blocks may take. The engine
             computes blocks that have not arrived by then.
         open_deadline_s: seconds that `open` waits for memory and the store.

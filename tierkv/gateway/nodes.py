@@ -134,10 +134,11 @@ class BackendNode:
                 del self._waits[scope]
 
     def cut_off_waits(self, now: float, *, silent_s: float) -> None:
-        """Raise a TimeoutError in each wait for the node that has lasted at least `silent_s`.
+        """End all waits for an answer of the node that have lasted at least `silent_s` seconds.
 
-        The waits are the bodies of `within`. Call this when probes have found the node dead: a
-        machine that has lost power does not close its connections.
+        The waiting code is inside `async with node.within(...)`, which raises TimeoutError. Call
+        this when probes have found the node dead: a machine that has lost power does not close its
+        connections.
 
         Args:
             now: The current time, in seconds of the event loop's clock.
@@ -149,7 +150,7 @@ class BackendNode:
 
     @contextmanager
     def working(self, tokens: int) -> Iterator[None]:
-        """Count one request as running at the node while the body runs.
+        """Count one request as running at the node while this context is entered.
 
         Args:
             tokens: Number of tokens that the node must compute or generate for the request.

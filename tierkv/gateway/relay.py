@@ -248,7 +248,7 @@ class Delivery:
         await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0**self.num_attempts, _LONGEST_PAUSE_S))
 
     def wake(self, _: object = None) -> None:
-        """Let a waiting call of `news` return."""
+        """Wake the caller that waits in `news`. The argument is ignored."""
         self._changed.set()
 
     # For the tasks that read nodes
@@ -636,7 +636,10 @@ async def _tokenize(delivery: Delivery) -> None:
 
 
 async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
-    """Try once to get the missing tokens, by a hand-off between two nodes or from one node."""
+    """Try once to get the tokens of the answer that the gateway does not have yet.
+
+    They come from a hand-off between two nodes, or from one node alone.
+    """
     job = delivery.job
     nodes = _continuing_nodes(delivery)
     everybody = delivery.some_of(nodes)

@@ -189,10 +189,11 @@ class Pipeline:
             yield unit, end
 
     def submit_straight(self, copy: BlockCopy) -> CudaEvent | None:
-        """Submit a copy of a few blocks as rectangles, for the copy engine alone.
+        """Submit a copy of a few blocks to the GPU's copy engine, without a kernel.
 
-        This avoids a kernel and two waits between streams, but is slower than units for many
-        blocks.
+        The copy engine copies planes that have equal distances in memory (a rectangle) with one
+        command. The call avoids a kernel and two waits between streams, but for many blocks kernels
+        are faster.
 
         Returns:
             The event of the copy's end. None if nothing was submitted, because the planes do not
@@ -205,7 +206,7 @@ class Pipeline:
         return bool(self._rectangles) and (self._last_end is None or self._last_end.is_done)
 
     def _may_begin_straight(self, unit: Unit) -> bool:
-        """Return whether to copy the blocks of the first unit as rectangles."""
+        """Return True if the copy engine should copy the first unit's blocks, without a kernel."""
         return (
             unit.num_bytes == self._block_bytes
             and unit.num_blocks * len(self._rectangles) <= _STRAIGHT_CALLS
@@ -517,7 +518,10 @@ class CudaLane:
                 self._num_queued -= 1
 
     def _complete_layers(self, job: _Job, unit: Unit, end: CudaEvent) -> None:
-        """Set `end`, the event of a unit's end, for each layer that is complete with this unit."""
+        """Wake those who wait for a layer, if the copy of the unit's layers is wholly submitted.
+
+        The waiters get `end`, the CUDA event that marks the unit's end.
+        """
         if unit.stop < len(job.copy):
             return
         with self._progress:

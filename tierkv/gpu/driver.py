@@ -46,10 +46,7 @@ class DriverError(Exception):
 
 
 class _Attributes(ctypes.Structure):
-    """The driver's struct CUmemcpyAttributes: how a batch of copies accesses memory.
-
-    Each hint names the location of source or target memory by type and id.
-    """
+    """The CUDA driver's struct CUmemcpyAttributes, which describes the copies of one batch."""
 
     _fields_ = (
         ("source_order", ctypes.c_uint),
@@ -62,7 +59,7 @@ class _Attributes(ctypes.Structure):
 class Driver:
     """The CUDA driver (libcuda) of this machine.
 
-    The caller of each method must have bound a GPU (see `Gpu.bound`).
+    Call the methods inside the context `gpu.bound()`, in which a GPU is the thread's current one.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -128,7 +125,10 @@ class Driver:
     def copy_each(
         self, targets: Column, sources: Column, sizes: Column, pieces: range, *, stream: int
     ) -> None:
-        """Copy like `copy_batch`, but with one driver call for each piece.
+        """Submit a copy of sizes[i] bytes from sources[i] to targets[i] for each i in `pieces`.
+
+        Each piece is one call of the driver, so this also works with drivers that cannot copy
+        batches.
 
         Args:
             targets: addresses to write.

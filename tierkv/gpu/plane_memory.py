@@ -71,10 +71,10 @@ class _Place:
 def rectangles_of(
     layout: Layout, memory: Sequence[PlaneMemory], num_blocks: int
 ) -> tuple[Rectangle, ...]:
-    """Return up to four rectangles, each within one allocation, that together contain all planes.
+    """Return up to four rectangles that together contain all planes.
 
-    A rectangle is a number of planes at equal distances, so that one command of the copy engine
-    moves one block of all of them.
+    A rectangle is a number of planes at equal distances within one allocation, so that one command
+    of the copy engine moves one block of all of them.
 
     Args:
         layout: layout of a block.

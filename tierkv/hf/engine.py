@@ -171,9 +171,10 @@ class TransformersEngine(SessionEngine):
     # Steps
 
     async def _work(self) -> None:
-        """Run steps until this task is cancelled, which takes effect after the current step.
+        """Run steps of the model for the queued calls, until this task is cancelled.
 
-        Calls without an outcome then fail with ShuttingDownError.
+        A running step ends before the cancel takes effect. Calls that have no outcome by then fail
+        with ShuttingDownError.
         """
         try:
             while True:

@@ -166,17 +166,17 @@ class BodyReader:
         return raw
 
     def count(self, request: web.BaseRequest, num_bytes: int) -> None:
-        """Add `num_bytes` to the bytes that count towards `max_work_bytes`.
+        """Count `num_bytes` bytes of memory for a request, within the limit `max_work_bytes`.
 
-        The function `release` subtracts all bytes of a request again.
+        `release` subtracts all bytes of a request at its end.
 
         Args:
             request: The request that uses the bytes.
             num_bytes: Number of bytes to add.
 
         Raises:
-            RequestTooLargeError: The request alone exceeds `max_work_bytes`.
-            TooMuchInWorkError: All requests together would exceed it. Nothing was added.
+            RequestTooLargeError: The request alone exceeds the limit. Nothing was added.
+            TooMuchInWorkError: All requests together would exceed the limit. Nothing was added.
         """
         most = self._section.max_work_bytes
         _, before = request.get(_COUNTED, (self, 0))

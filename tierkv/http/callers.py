@@ -291,7 +291,7 @@ def digest_of(token: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """The digest of a token in the auth file, with the token's owner.
+    """A token of the auth file, as its digest, and the caller that it authenticates.
 
     `expires_at` is in Unix seconds; None for a token that does not expire.
     """

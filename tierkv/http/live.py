@@ -46,11 +46,14 @@ News = Callable[[], Iterable[tuple[str, bytes]]]
 
 
 def figures_of(metrics: Iterable[Metric], families: Collection[str]) -> dict[str, float]:
-    """Return the values of some metrics, by name with labels as in GET /metrics.
+    """Return the values of the metrics named in `families`.
 
     Args:
         metrics: All metrics.
-        families: Names of the metrics to return.
+        families: Names of the metrics to return, without labels.
+
+    Returns:
+        The values, by name and labels as in GET /metrics.
     """
     return {
         _name(sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -100,7 +103,7 @@ class LiveFeed:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Take samples while the body runs, and end all streams after it."""
+        """Take samples while this context is entered; its exit ends all streams to open pages."""
         self._is_closed = False
         self._begin_anew()
         work = {"tierkv-live": self._sample, "tierkv-live-refresh": self._refresh}

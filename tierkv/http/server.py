@@ -259,9 +259,9 @@ async def serving(
     section: ListenSection,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[None]:
-    """Answer requests on `listeners` with `handle` while the body runs.
+    """Answer requests on `listeners` with `handle` while this context is entered.
 
-    After the body, unfinished answers have 2 s to end.
+    At the exit, unfinished answers have 2 s to end.
 
     Args:
         handle: Coroutine function that returns the answer, or the error answer, to a request. It
@@ -320,7 +320,7 @@ async def answering(
     listeners: Sequence[socket.socket],
     router_of: Callable[[Guard], HttpRouter],
 ) -> AsyncIterator[str]:
-    """Answer requests on `listeners` while the body runs; yield the URL of the first listener.
+    """Answer requests on `listeners` while this context is entered.
 
     Args:
         section: Limits of connections and requests.
@@ -328,6 +328,9 @@ async def answering(
         tls: Paths of the certificates.
         listeners: Listening sockets.
         router_of: Function that returns the router, given the authenticator of callers.
+
+    Yields:
+        The URL of the first listener.
 
     Raises:
         ConfigError: The auth file or a certificate cannot be used.

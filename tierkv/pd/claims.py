@@ -361,10 +361,10 @@ _ALWAYS_REFUSED = (HandoffProblem.INCOMPATIBLE.value, HandoffProblem.OTHER_PROMP
 
 
 class ClaimPolicy(Enum):
-    """The rule for a claim with a ticket or blocks that cannot be read.
+    """The reaction to a ticket or to blocks that a claim cannot read: refuse, or compute.
 
     A ticket also contains the first generated tokens. A request that continues without a ticket
-    generates them itself. Whatever the rule, a ticket for another prompt or from an incompatible
+    generates them itself. With every policy, a ticket for another prompt or from an incompatible
     node is refused when it is read.
     """
 
@@ -426,20 +426,21 @@ class Claims:
         Args:
             spec: the request.
             ticket_id: id of the ticket.
-            policy: the rule for a ticket or blocks that cannot be read.
-            deadline_s: seconds that the claim may wait for the ticket and then for free blocks, in
+            policy: the action if the ticket or a block cannot be read: refuse the claim or compute
+                the missing blocks. RECOMPUTE_ALL computes the whole prompt without a ticket.
+            deadline_s: seconds that the claim may wait for the ticket and for free blocks, in
                 total. A request that continues without a ticket waits for free blocks without this
                 limit.
             sampling: names and values of the request's sampling parameters, which must equal those
                 of the ticket; {} to accept any.
 
         Returns:
-            The running request, and its ticket. Without a ticket the second is None, and the
-                request computes what is not cached.
+            The running request, and its ticket. The ticket is None if the request continues without
+                one and computes what is not cached.
 
         Raises:
             HandoffError: the prompt could not be claimed; the reason is a HandoffProblem.
-            TierKVError: any error of `Scheduler.admit`.
+            TierKVError: the request is not valid, or could not be admitted.
         """
         self._scheduler.check(spec)
         check_id(ticket_id)
@@ -731,14 +732,14 @@ class Ahead:
 
 
 def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | None) -> Budget:
-    """Return the time budget of one claim, for its ticket and its blocks together.
+    """Return the time that one claim may wait for its ticket and for its blocks together.
 
     Args:
         deadline_s: seconds that the claim may wait for storage; less than 0.1 counts as 0.1.
-        step_s: after each arrival of blocks, `deadline_s` is extended, if necessary, so that this
-            many seconds are left.
-        estimator: estimates the times of fetching and computing, for a claim that may compute; None
-            for a claim that needs the whole prompt.
+        step_s: smallest number of seconds left after blocks have arrived; if fewer are left, the
+            budget is extended.
+        estimator: estimates the times of fetching and computing, for a claim that can also compute
+            blocks; None for a claim that needs the whole prompt.
     """
     return Budget(
         max(deadline_s, _LONGEST_READ_S), step_s=step_s, estimator=estimator, is_claim=True

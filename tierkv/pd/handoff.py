@@ -733,14 +733,16 @@ class PublishStream:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
     ) -> None:
-        """Record that the whole prompt is computed, so that `run` stores the rest and the ticket.
+        """Record that the whole prompt is computed.
+
+        `run` then stores the blocks that are not yet stored, and writes the ticket.
 
         Args:
             first_tokens: ids of the generated tokens that follow the prompt.
-            after: events of the kernels that write the last blocks; `run` reads the blocks after
-                these events.
-            sampling: names and values of the sampling parameters of `first_tokens`; None to state
-                none.
+            after: CUDA events of the kernels that write the last blocks; `run` waits for them
+                before it reads the blocks.
+            sampling: names and values of the parameters with which `first_tokens` were sampled;
+                None to leave them out of the ticket.
         """
         self._finish = _Finish(tuple(first_tokens), tuple(after), dict(sampling or {}))
         self._end_in(self._deadline_s)

@@ -51,15 +51,15 @@ class Portions:
 
         Args:
             request: an admitted request that has not been returned to a caller yet.
-            budget: the time that the request may still wait for storage; each portion may extend
-                the time (see `Budget.arrived`).
-            keys: keys of the prompt's blocks; () if this call is to compute the keys.
+            budget: the time that the request may still wait for storage. The arrival of blocks may
+                extend it.
+            keys: keys of the prompt's blocks; () to compute the keys in this call.
 
         Returns:
             The outcome of the first block that did not arrive; None if all blocks arrived.
 
         Raises:
-            TierKVError: any error of `fetch`.
+            TierKVError: the blocks could not be fetched or loaded, or the request was aborted.
         """
         try:
             keys = keys or self._scheduler.tiers.copies.prompt_keys(request.spec.prompt)
@@ -81,8 +81,8 @@ class Portions:
 
         Args:
             request: an admitted request.
-            budget: the time that the request may still wait for storage; each portion may extend
-                the time (see `Budget.arrived`).
+            budget: the time that the request may still wait for storage; each portion that arrives
+                may extend it.
             keys: keys of the prompt's blocks.
 
         Returns:
@@ -90,7 +90,8 @@ class Portions:
 
         Raises:
             TransferError: a load failed.
-            TierKVError: any error of `Scheduler.commit`.
+            RequestAbortedError: the request was aborted.
+            OwnershipError: the request has ended or is preempted.
         """
         if request.spec.needs_logits:
             keys = keys[: (request.spec.prompt.num_tokens - 1) // request.spec.prompt.block_size]
@@ -179,7 +180,12 @@ class Portions:
         group: Group,
         found: Sequence[GetOutcome],
     ) -> GetOutcome | None:
-        """Load the fetched blocks before the first missing one; return the outcome of that one."""
+        """Load a portion's fetched blocks to the device, up to the first block that is missing.
+
+        `found` has the outcome of the read of each block of the portion, and `keys` has their keys;
+        `at` is the index of the portion's first block in the prompt. Return the outcome of the
+        missing block; None if no block is missing.
+        """
         num_hits = next(
             (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)
         )

@@ -17,9 +17,9 @@ from tierkv.pd.tickets import OpenTicket, Ticket, TicketLedger
 
 
 class Supply(Protocol):
-    """One claim's connection to the node that computes its prompt, to read blocks from its memory.
+    """One claim's connection to the producer, for reading blocks from the producer's memory.
 
-    Blocks that cannot be read from there are fetched from storage.
+    Blocks that cannot be read from that memory are fetched from storage.
     """
 
     @property

@@ -294,7 +294,10 @@ def _until(until: float, incarnation: str) -> bytes:
 
 
 def _is_of(value: bytes, incarnation: str) -> bool:
-    """Return True if this producer wrote the lease, or if the lease names none (older nodes)."""
+    """Return True if a liveness lease was written by the node `incarnation`.
+
+    A lease without an incarnation, as older nodes write it, counts as the node's own.
+    """
     digits = value.partition(b".")[2][_DECIMALS:]
     return not digits or digits == _digits_of(incarnation).encode()
 
@@ -367,9 +370,10 @@ class ProducerLease:
                 self._wanted.clear()
 
     async def written(self) -> None:
-        """Wait until an attempt to write the value has ended, in success or failure.
+        """Wait until an attempt to write the liveness lease to the store has succeeded or failed.
 
-        Call this inside `held`. An attempt within the last `interval_s` seconds counts, too.
+        Call this inside `with lease.held():`, which starts a write. An attempt during the last
+        `interval_s` seconds counts, too.
         """
         await self._renewal_tried.wait()
 
@@ -574,10 +578,10 @@ class Tickets:
 
         Args:
             ticket: the ticket or open ticket.
-            only_new: True to replace none.
-            generation: value of `Deletions.generation` that was read while the ticket's blocks were
-                valid; None for the present value. If the stored values have been deleted since, the
-                call raises.
+            only_new: True to leave a present one unchanged.
+            generation: value of `Deletions.generation` from a time when the ticket's blocks were
+                valid; None for the value at the call. If the stored values have been deleted since,
+                the ticket is not written.
 
         Returns:
             True if the ticket was written; False if `only_new` is True and there is one already.
@@ -773,15 +777,16 @@ class Tickets:
     async def give_up(self, ticket: OpenTicket, failure: str) -> None:
         """Record in the open ticket that no ticket will come, and notify waiting decode nodes.
 
-        If another producer has opened a ticket of this id since, nothing changes.
+        Nothing is recorded if another prefill node has meanwhile written an open ticket with the
+        same id.
 
         Args:
-            ticket: the open ticket.
+            ticket: the open ticket that this node wrote.
             failure: the reason why there will be no ticket.
 
         Raises:
             StoreUnavailableError: the store does not answer.
-            HandoffError: the present open ticket is damaged.
+            HandoffError: the open ticket in the store is damaged.
         """
         found = await self.read_open(ticket.ticket_id)
         if found is None or found == ticket:
@@ -951,9 +956,10 @@ class Tickets:
         kind: type[_Named],
         max_bytes: int = MAX_TICKET_BYTES,
     ) -> _Named | None:
-        """Return the record of type `kind` for a ticket, or None.
+        """Return the record of type `kind` about a ticket; None if the store has no such record.
 
-        Raise HandoffError if it is damaged.
+        `name_of` returns the record's name in the store, given the ticket's id. Raise HandoffError
+        if the record is damaged, or names another ticket.
         """
         check_id(ticket_id)
         try:
@@ -1252,7 +1258,10 @@ class TicketLedger:
         return [one for one in self._issued.values() if one.state is Standing.WHOLE]
 
     async def _keep_checking(self) -> None:
-        """Read acknowledgements after each message about a claim, and every few seconds."""
+        """Read from the store, again and again, which of this node's tickets were claimed.
+
+        The store is read after each message about a claim, and every few seconds.
+        """
         while True:
             while not self._waiting():
                 self._came.clear()

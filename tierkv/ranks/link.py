@@ -287,10 +287,10 @@ class Link:
 
 
 def read(value: bytes) -> Record:
-    """Decode a sealed message.
+    """Decode a message between the scheduler and a worker.
 
     Raises:
-        StoreCorruptError: `value` is not a message of this protocol.
+        StoreCorruptError: `value` is damaged, or of another version.
     """
     return unseal(MAGIC, VERSION, value, Record)  # type: ignore[arg-type]
 

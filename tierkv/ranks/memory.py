@@ -235,11 +235,13 @@ class EngineCpuDevice(CpuDevice):
 
 
 class SlotPieces:
-    """One rank's range of bytes of each slot of `host`. Do not close `host` before its last use.
+    """The host slots of one rank, made of the rank's range of bytes in each slot of `host`.
+
+    `host` must stay open while these slots are used.
 
     Args:
-        host: the slots.
-        piece: the range of bytes within each slot.
+        host: the slots of all ranks.
+        piece: the rank's range of bytes within each slot.
     """
 
     def __init__(self, host: HostSlots, piece: slice) -> None:

@@ -221,7 +221,7 @@ class RankedHost:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """Not available, because each rank has its own array; see `parts`.
+        """Always an error: each rank has an array of its own, in its element of `parts`.
 
         Raises:
             LayoutError: always.

@@ -520,10 +520,11 @@ class RankSocket:
         self._thread.start()
 
     def pop_reports(self) -> list[Finished]:
-        """Return and forget the reports of copies that ranks sent before they disconnected.
+        """Return the reports of ended copies that arrived since the last call, and forget them.
 
-        The reports of a rank are here before the rank is in `lost`. To miss no report of a lost
-        rank, read `lost` first and call this method after that.
+        Ranks that have disconnected since are included. The reports of a rank are here before the
+        rank is in `lost`. To miss no report of a lost rank, read `lost` first and call this method
+        after that.
         """
         reports = []
         while self._last_reports:

@@ -246,7 +246,10 @@ class Span:
 
     @property
     def context_rows(self) -> int:
-        """The number of key rows to read, a multiple of CHUNK that includes the last tile."""
+        """The number of positions whose keys and values are read: up to the end of the last tile.
+
+        The number is rounded up to a multiple of CHUNK.
+        """
         return -(-self.padded_end // CHUNK) * CHUNK
 
     def stacks(self, height: int) -> Iterator[slice]:

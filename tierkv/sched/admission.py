@@ -61,7 +61,7 @@ def why_missed(
 ) -> tuple[str, HistoryEvent | None]:
     """Return the reason why prompt tokens are not cached, and the event that removed them.
 
-    The call computes at most one hash. The module `explain` gives a complete explanation.
+    The function is fast enough for every request: it computes at most one hash.
 
     Args:
         spec: the request.
@@ -71,8 +71,8 @@ def why_missed(
         computing: the blocks that running requests compute.
 
     Returns:
-        One of MISS_REASONS, and the last event of the first missing block, or None if no event is
-            known.
+        One of MISS_REASONS, and the last event of the first missing block. The event is None if
+            none is known.
     """
     if not spec.uses_cache:
         return "not_asked", None
@@ -174,7 +174,7 @@ class HostLoads:
         return [load for first, load in self._active.items() if first in wanted]
 
     def join(self, path: Lease, first: int, stop: int) -> list[Load]:
-        """Add a user (a request) to each running load of blocks [first, stop) of a path.
+        """Count one more request that uses the running loads of blocks [first, stop) of a path.
 
         Args:
             path: a lease of the path (a prefix in the index).
@@ -182,7 +182,7 @@ class HostLoads:
             stop: index after the last block.
 
         Returns:
-            The loads; pass each to `release` when the user has ended.
+            The running loads; pass each to `release` when the request has ended. [] if none runs.
         """
         if first >= stop:
             return []
@@ -276,7 +276,10 @@ class HostLoads:
         end()
 
     def _fail(self, load: Load) -> None:
-        """Remove the blocks of a failed load, and first those of `load.below`, from the device."""
+        """Remove the blocks of a failed load from the device.
+
+        The loads in `load.below`, which copy later blocks of the same prefix, fail first.
+        """
         if load.is_failed:
             return
         load.is_failed = True
@@ -404,8 +407,9 @@ class Starts:
             spec: the request.
             match: the cached blocks of its prompt at this moment.
             fetched: the blocks fetched from storage for it; None for none.
-            passes_by: a wait for another request's blocks, which this request could make and does
-                not; it is counted. None if there is no such wait.
+            passes_by: blocks that another request is computing, and that this request computes
+                itself instead of waiting for them; counted in the statistics. None if there are no
+                such blocks.
 
         Returns:
             The running request. Its loads from the host may not have ended.
@@ -839,10 +843,10 @@ _SLICE = 8
 
 
 def check_fits(tiers: Tiers, spec: RequestSpec) -> None:
-    """Check that a request would fit if it ran alone.
+    """Check that the device and the tenant's quota have enough blocks for one request.
 
-    The device's size and the quotas can change while a request waits, so the check is repeated
-    before the start of the request.
+    Blocks that other requests use count as free. The device's size and the quotas can change while
+    a request waits, so the check is repeated before the start of the request.
 
     Args:
         tiers: the tiers, with their sizes and quotas.

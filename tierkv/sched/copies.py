@@ -427,9 +427,10 @@ class Copies:
                     self._start_down(part, first + start, first + stop, to_storage=is_stored)
 
     def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
-        """Set `masks` to False at blocks for which the host has no slot.
+        """Set `masks` to False at those blocks of `needed` for which the host has no slot.
 
-        Of the blocks that are True in `needed`, the first `room` get a slot. Return their number.
+        The first `room` blocks that are True in `needed` get a slot. Return the number of blocks
+        that get one.
         """
         # Otherwise each copy's task would find out by itself, and again at each admission, that the
         # host is too small for the prompt.
@@ -506,7 +507,11 @@ class Copies:
                 self._work.start(self._store(node, at, end, generation), "tierkv-store")
 
     async def _store(self, node: TreeNode, first: int, stop: int, generation: int) -> None:
-        """Wait for room in `storing`, then store the part of [first, stop) that is on the host."""
+        """Store the blocks [first, stop) that are on the host, once earlier writes leave room.
+
+        `node` is the index node at the end of the blocks' path. `generation` is the value of
+        `Deletions.generation` when the blocks were queued.
+        """
         # No lease protects the blocks during the wait: a slow store would keep the device full.
         async with self.storing.room((stop - first) * self._block_bytes):
             if self._index.spaces.is_retired(node):

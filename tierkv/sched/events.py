@@ -313,7 +313,7 @@ class CacheEvents:
             self.publish_run(kind, tier, run, session_id)
 
     def runs(self, node: TreeNode, start: int, stop: int) -> list[BlockRun]:
-        """Return blocks [start, stop) of a path (a prefix in the index), with the fields of events.
+        """Return blocks [start, stop) of a path, described by the fields that cache events have.
 
         Args:
             node: the node of the index at the end of the path.
@@ -321,8 +321,8 @@ class CacheEvents:
             stop: index after the last block.
 
         Returns:
-            The blocks in order, one `BlockRun` for each node of the path. [] without a subscriber,
-                and for blocks that no request can match.
+            The blocks in order, one `BlockRun` for each node of the path. The list is empty if
+                nobody has subscribed to events, or if no request can match the blocks any more.
         """
         if not self._subscriptions or start >= stop or self._is_retired(node):
             return []

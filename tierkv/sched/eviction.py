@@ -278,10 +278,10 @@ class Eviction:
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
-        """Evict the blocks of `steps`, or start their copies; return the number of freed slots.
+        """Evict the blocks of `steps`, and start the copies to a lower tier that must come first.
 
-        The number includes slots that become free once a store has read the evicted blocks, but not
-        the slots of blocks whose copy was only started.
+        Return the number of evicted slots. Slots that a store is still reading are included. Blocks
+        whose copy was started stay until a later call.
         """
         pool = self._pools[tier]
         before = pool.num_free + self._slots.num_still_read
@@ -364,10 +364,12 @@ class Eviction:
         self._pools[Tier.HOST].release(self._slots.free_of(Tier.HOST, host))
 
     def publish_forgotten(self, node: TreeNode, start: int) -> None:
-        """Publish the eviction of the blocks that `forget` removes for the same arguments.
+        """Report to the subscribers of cache events that `forget` evicts these blocks.
+
+        Call this before `forget`, with the same arguments.
 
         Args:
-            node: a node of the index.
+            node: a node of the index; the nodes below it are evicted too.
             start: index of the first block within the node.
         """
         pending = [(node, start)]

@@ -1,9 +1,10 @@
-"""The order of waiting requests: by priority, then by space, then by arrival.
+"""The queue of waiting requests, ordered by priority, then by space, then by arrival.
 
-Within one priority, the next request comes from the space whose requests were given the fewest
-blocks (a space is the part of the index for one fingerprint). Requests of one space are admitted in
-order of arrival. A low priority does not starve: after MAX_PASSED_OVER younger requests of higher
-priority were admitted before its next request, it gets one turn before all other priorities.
+Within one priority, the next request comes from the space (part of the index for one fingerprint)
+that has received the fewest blocks so far. Requests of one space are admitted in order of arrival.
+
+Low priorities do not starve. If MAX_PASSED_OVER younger requests of higher priority have been
+admitted before a priority's first waiting request, this request is admitted next.
 """
 
 from __future__ import annotations
@@ -114,12 +115,13 @@ class _Level:
 
 
 class WaitingLine:
-    """The queue of waiting requests.
+    """The queue of requests that wait for admission.
 
-    A request can be parked while it waits for blocks that another request computes. Requests
-    behind it are then admitted before it; afterwards it returns to its place in the queue. The time
-    to find the next request grows with the number of spaces that have waiting requests, not with
-    the number of requests.
+    The queue can park a request that waits for blocks which another request computes. While it is
+    parked, requests behind it are admitted first; it keeps its position in the queue.
+
+    The time to find the next request grows with the number of spaces that have waiting requests,
+    not with the number of requests.
     """
 
     def __init__(self) -> None:
@@ -189,7 +191,10 @@ class WaitingLine:
         self._holding = None
 
     def forget(self, space: str) -> None:
-        """Forget how many blocks the requests of a closed space were given."""
+        """Discard the count of blocks that a closed space's requests received.
+
+        While a space is open, the count decides when its next request is admitted.
+        """
         self._given.pop(space, None)
 
     def given(self, space: str, num_blocks: int) -> None:

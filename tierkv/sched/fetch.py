@@ -99,7 +99,7 @@ class FetchGroups:
     """Fetches consecutive blocks of a prompt into host slots, in groups of up to 32 blocks.
 
     Args:
-        tiers: the tiers to fetch into.
+        tiers: the device and host tiers of this node; blocks are fetched into its host slots.
         source: the storage tier or the other node's memory from which the blocks are read.
     """
 
@@ -133,7 +133,7 @@ class FetchGroups:
             await tiers.work.next_change()
 
     def settled(self, slots: Ids, space: Space) -> None:
-        """Record that slots are in the index or free, and no longer count as being fetched.
+        """End the reservation of slots for a fetch; the slots are now in the index, or free.
 
         Args:
             slots: the slots, from `acquire`.
@@ -610,8 +610,9 @@ class _Fetch:
         transfer: the bytes of this fetch, by which the speed of storage is measured.
         is_whole: True once all blocks of this prompt that the fetch wants have arrived. A tail that
             another prompt has stored may be fetched after that.
-        fate: the reason why the fetch stopped early, if the reason is not an error or a miss that
-            the store reported; otherwise None.
+        fate: the reason why the fetch stopped early, for example that it took too long or that the
+            store could not be used. None while the fetch runs, if all blocks came, or if the reason
+            is the failed read of a block, which `landed.problem` describes.
         question: the decision to ask storage; None if storage was not asked.
         is_late: True once the request went on without this fetch.
         began_at: start, in seconds of the monotonic clock.
@@ -718,7 +719,7 @@ class _Fetch:
         self.outcome.set_result(fetched)
 
     def _ends(self, fate: MissCause, reason: str) -> None:
-        """Record that the fetch stops for a reason other than an answer of the store."""
+        """Record that the fetch stops early: too late, not worth the time, or the store failed."""
         status = GetStatus.MISS if fate is MissCause.NOT_WORTH_IT else GetStatus.FAILED
         self.landed.problem, self.fate = GetOutcome(status, reason), fate
 
@@ -860,9 +861,10 @@ class _Fetch:
         return keys
 
     def _without_sample(self, keys: Sequence[StoredKey], sample: int) -> Sequence[StoredKey]:
-        """Shorten `keys` so that the engine computes at least `sample` tokens.
+        """Shorten `keys` so that the engine computes at least `sample` tokens itself.
 
-        The time that this takes is a sample of the engine's speed.
+        The time of this computation is used to measure the engine's speed. If `sample` is 0, `keys`
+        is unchanged.
         """
         if not sample:
             return keys

@@ -120,7 +120,7 @@ class Lifecycle:
 
     @contextmanager
     def alone(self, tier: Tier) -> Iterator[None]:
-        """Refuse other calls that resize, empty or refill the tier during the body.
+        """Refuse other calls that resize, empty or refill the tier, while this context is entered.
 
         Raises:
             OwnershipError: such a call is running already.
@@ -214,9 +214,11 @@ class Lifecycle:
                 self._tiers.eviction.evict_below(tier, node, start)
 
     def _forget_lacking(self, tier: Tier, node: TreeNode, start: int) -> None:
-        """Forget blocks from `start` on, and below the node, for which the other tier has no copy.
+        """Remove the blocks that only `tier` (device or host) has, and all blocks after them.
 
-        Blocks below a forgotten one are forgotten too, because no match reaches them.
+        The call looks at the blocks of `node` from index `start` on, and at those of all nodes
+        below it. Blocks after a removed one are removed from both tiers, because no match reaches
+        them.
         """
         pending = [(node, start)]
         while pending:
@@ -279,7 +281,10 @@ class Lifecycle:
         self._tiers.slots.lend(Tier.DEVICE, self._asleep)
 
     def refill_device(self, num_blocks: int) -> None:
-        """Wake the sleeping device with `num_blocks` free slots, for which memory is allocated."""
+        """Make `num_blocks` slots of the sleeping device free for use, and wake waiting requests.
+
+        The caller must have allocated memory for them.
+        """
         assert self._asleep is not None, "only a sleeping device is woken"
         slots, self._asleep = self._asleep, None
         pool = self._tiers.slots.pools[Tier.DEVICE]

@@ -582,14 +582,16 @@ class Request(msgspec.Struct, eq=False):
         matched: the cached tokens by tier.
         gate: lets the engine wait for each layer of the loads from the host.
         loads: the copies into the request's blocks that had not ended at its start.
-        use: the counts of the request's space.
+        use: the numbers of requests and private blocks of the request's space; all requests of the
+            space share this object.
         state: running, preempted or ended.
         computed_tokens: number of committed tokens.
         written: events of kernels that write committed tokens and had not finished at the last
             check.
         is_damaged: True if such a kernel failed; later tokens of the request are not cached.
-        pinned: for a preempted request, the index node that ends its cached blocks. These are
-            evicted after all other blocks until the request is resumed. None otherwise.
+        pinned: for a preempted request, the index node with its last cached block. Until the
+            request is resumed, its cached blocks are evicted after all other blocks. None if there
+            are no such blocks, or the request is not preempted.
         refused: positions in `block_table` of private blocks among the shared ones: the index
             already had other blocks for these tokens.
         has_given_tail: True if the partial block with the last tokens of the prompt, which follows
@@ -597,10 +599,11 @@ class Request(msgspec.Struct, eq=False):
         room: array with spare capacity, of which `block_table` is the beginning; None until the
             table grows.
         is_aborted: True after an abort; the engine ends the request when its kernels are done.
-        promise: the blocks that the request computes and other requests may wait for.
+        promise: the blocks that the request computes and other requests may wait for; None if there
+            are none.
         missed: the reason why not all of its prompt was found at admission, one of
             `admission.MISS_REASONS`; "" if all was found.
-        missed_since: the event that removed the first missing block, if known.
+        missed_since: the event that removed the first missing block; None if it is not known.
         num_coming: number of prompt tokens that are missing but may still come from storage.
         ticket_at: time at which the prefill node's ticket was read, in seconds of the monotonic
             clock; 0 if no ticket was read.
@@ -788,7 +791,12 @@ class Running:
         return request in self.ending or self.by_id.get(request.request_id) is request
 
     def of_space(self, space: str) -> SpaceUse:
-        """Return the counts of a space, zeros for an idle one; the caller must not change them."""
+        """Return the numbers of running requests and their blocks in a space.
+
+        0 for an unused space.
+
+        The caller must not change the result.
+        """
         return self._of_space.get(space, _NO_USE)
 
     def use_of(self, space: str) -> SpaceUse:
@@ -831,7 +839,10 @@ class Running:
             del self._of_space[request.spec.prompt.space]
 
     def findings(self) -> list[str]:
-        """Return wrong counts, one sentence each; [] if there are none."""
+        """Recount the blocks of the running requests of each space.
+
+        Return a sentence for each space whose recorded counts are wrong; [] if there is none.
+        """
         found: dict[str, SpaceUse] = {}
         for one in self:
             use = found.setdefault(one.space, SpaceUse())

@@ -381,7 +381,10 @@ class Scheduler:
             num_direct: number of the newly arrived tokens that came from another node's memory.
 
         Raises:
-            TierKVError: any error of `commit`.
+            TransferError: a load that the request depends on failed.
+            RequestAbortedError: the request was aborted.
+            OwnershipError: the request has ended or is preempted.
+            BadRequestError: fewer tokens were passed than were committed before.
         """
         prompt, lease = request.spec.prompt, request.lease
         start = lease.num_blocks
@@ -485,8 +488,11 @@ class Scheduler:
             A new running request.
 
         Raises:
-            OwnershipError: the request is not preempted, or was abandoned during the wait.
-            TierKVError: any error of `admit`.
+            OwnershipError: the request is not preempted, or was ended during the wait.
+            RequestTooLargeError: the request needs more blocks than the device or its tenant's
+                quota has.
+            ShuttingDownError: the node is shutting down.
+            RequestAbortedError: the request was aborted while it waited.
         """
         if request.state is not RequestState.PREEMPTED:
             raise OwnershipError(

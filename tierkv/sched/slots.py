@@ -40,10 +40,15 @@ class Allowance:
     _seen_at: float | None = None
 
     def update_allowance(self, now: float) -> bool:
-        """Update the allowance; return whether a request may wait for a write.
+        """Update the seconds that requests may wait for slow writes to a store.
+
+        The seconds grow with time, and decrease while a request waits.
 
         Args:
             now: seconds on the loop's clock.
+
+        Returns:
+            True if a request may wait for a write now.
         """
         went_by = now - (now if self._seen_at is None else self._seen_at)
         self._seen_at = now
@@ -61,7 +66,8 @@ class Work:
         num_tasks: number of running tasks and copies.
         num_late: number of running writes to a store that have taken longer than STORE_PATIENCE_S.
         num_changes: number of calls of `capacity_changed` so far.
-        allowance: seconds that requests may still wait for a slow store.
+        allowance: the time that all requests together may still wait for writes to a slow store,
+            before blocks are evicted without being stored.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,6 @@
-"""Tenants and further fingerprints of a service: opening, quotas, and closing.
+"""Open and close the fingerprints that a service has besides its own: other tenants, adapters.
 
-A fingerprint (model, revision, layout, adapter and tenant) identifies KV. Each open fingerprint has
-its own part of the index, called a space.
+The quotas of tenants are set here, too.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_ADAPTERS = 64  # adapters of one tenant that are open at a time
 
 
 class Tenants:
-    """The fingerprints for which a node accepts requests now, each with its own space in the index.
+    """The fingerprints for which a node accepts requests, each with its own space in the index.
 
     A space is opened by `open`, or by the first request of its tenant and adapter. Unused spaces
     are closed to make room for others.
@@ -117,7 +116,11 @@ class Tenants:
         return fingerprint.short
 
     def _make_room(self, wanted: tuple[str, str]) -> None:
-        """Close an unused space if opening `wanted` (tenant, adapter) would exceed a limit."""
+        """Close an unused space if there are too many spaces to open one for `wanted`.
+
+        `wanted` is a pair of tenant and adapter. If no space can be closed, OutOfBlocksError is
+        raised.
+        """
         tenant, adapter = wanted
         candidates = [one for one in self._by_tenant if adapter and one[1] and one[0] == tenant]
         if len(candidates) < MAX_ADAPTERS:
@@ -148,12 +151,12 @@ class Tenants:
             self._close(key, space)
 
     def open(self, fingerprint: Fingerprint, quota: Quota) -> str:
-        """Open a space for `fingerprint`, in addition to the service's own.
+        """Open a space for `fingerprint`, in addition to the service's own space.
 
         Args:
-            fingerprint: the fingerprint to open.
-            quota: its largest numbers of device and host blocks, None for no limit. The quota stays
-                set if the space is closed to make room for another one.
+            fingerprint: the fingerprint of the blocks in the space.
+            quota: largest numbers of device and host blocks in the space; None for no limit. The
+                quota is kept for the next time if the space is closed automatically.
 
         Returns:
             The name of the space.
@@ -161,7 +164,7 @@ class Tenants:
         Raises:
             ConfigError: the fingerprint has another layout than the service's, or is the service's
                 own.
-            BadRequestError: the fingerprint is open already.
+            BadRequestError: the fingerprint has an open space already.
         """
         name = self._open(fingerprint, quota)
         self._set_quotas[name] = quota

@@ -64,17 +64,17 @@ class FetchPolicy(Enum):
 
 @dataclass(slots=True)
 class Regret:
-    """The seconds that may still be lost by waiting for blocks that other requests compute.
+    """The balance of seconds that requests can still lose by waiting for blocks of other requests.
 
-    Such a wait is lost time if the other request does not compute the blocks in time. Every new
-    request adds 2 % of its computing time to the balance; a request larger than all before adds
-    more. Every successful wait adds the seconds that it saved, and every lost wait subtracts its
-    seconds.
+    Waiting for another request's computed blocks is lost time if they do not come in time. Every
+    new request adds 2 % of its computing time to the balance; a request that takes longer than all
+    before also adds a share of the difference. Every successful wait adds the seconds that it
+    saved, and every lost wait subtracts its seconds.
 
     Attributes:
         seconds: the balance.
-        usual_s: largest computing time of the recent requests, in seconds; the value decreases by 2
-            % with each smaller request.
+        usual_s: largest computing time of the recent requests, in seconds, which limits the
+            balance. The value decreases by 2 % with each smaller request.
         largest_s: computing time of the largest request so far, in seconds.
     """
 
@@ -425,7 +425,10 @@ class TierSpeed:
         transfer.arrived_bytes = num_bytes
 
     def end(self, transfer: Transfer, now: float, *, is_late: bool) -> None:
-        """End a transfer; a complete or late transfer counts as a measurement of the speed.
+        """End a transfer, and use its bytes and seconds to measure the speed.
+
+        A transfer that ended early, for example with an error, is not used unless `is_late` is
+        True.
 
         Args:
             transfer: the transfer; no more of its bytes will arrive.

@@ -228,17 +228,19 @@ class ServiceConfig:
         self.reset_fingerprints()
 
     def reset_fingerprints(self) -> None:
-        """Close all fingerprints except the service's own."""
+        """Remove all fingerprints from `fingerprints` except the service's own."""
         self.fingerprints.clear()
         self.fingerprints[""] = self.fingerprint
 
 
 class Components:
-    """The components of a service, built together. They do nothing outside `running()`.
+    """The parts of a service (index, scheduler, fetcher ...), connected to each other.
+
+    They do nothing outside `running()`.
 
     Args:
-        config: the values that the service is built from.
-        mover: copies between device and host.
+        config: device, fingerprint and settings of the service.
+        mover: copies blocks between device and host.
         host: the host slots.
         storage: the storage tier.
     """

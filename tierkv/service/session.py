@@ -140,7 +140,12 @@ class Session:
             The running request. Its loads may not have ended; `loaded` waits for them.
 
         Raises:
-            TierKVError: any error of `Scheduler.admit`.
+            DuplicateRequestError: a request with this id runs or waits already.
+            RequestTooLargeError: the request needs more blocks than the device or its tenant's
+                quota has.
+            ShuttingDownError: the node is shutting down.
+            RequestAbortedError: the request was aborted while it waited.
+            TransferError: a block that was fetched from storage could not be loaded.
         """
         with self._timed():
             fetched, budget = None, self._service.budget()
@@ -297,18 +302,21 @@ class Session:
             raise TransferError("earlier cached blocks of the prompt did not load")
 
     async def loaded_or_recovered(self, timeout_s: float) -> None:
-        """Wait until the KV of every cached token is on the device; call `recover` if a load fails.
+        """Wait until the KV of every cached token is on the device.
 
-        A load that has not ended after `timeout_s` seconds counts as failed.
+        If a load fails, or takes longer than `timeout_s`, the request gets new device blocks into
+        which the intact cached blocks are loaded; the engine computes the others, which
+        `failed_blocks` names.
 
         Args:
-            timeout_s: seconds to wait for the loads, and again for those of `recover`.
+            timeout_s: seconds to wait for the loads, and again for the loads into new blocks.
 
         Raises:
             HandoffError: a load failed, and the claim's policy does not allow computing (reason
                 load_failed).
             DeviceFailedError: the device has failed.
-            TierKVError: any error of `recover`.
+            TierKVError: the request got no new blocks, or their loads failed too; the request has
+                ended.
         """
         try:
             await self.loaded(timeout_s)

@@ -161,7 +161,10 @@ class StoreWrapper:
         return self.inner.running()
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """Return the result of `ask(inner)`. Every operation goes through this method."""
+        """Call `ask` with the wrapped store, and return the result.
+
+        Every operation of the store goes through this method, so that a subclass can override it.
+        """
         return await ask(self.inner)
 
     async def ping(self) -> None:
@@ -351,7 +354,11 @@ class WorkerThreads:
         futures: set[asyncio.Future[T]],
         on_cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait for `calls` by their asyncio `futures`; a cancel withdraws calls not yet begun."""
+        """Wait until all calls have ended in their threads; `futures` are their asyncio futures.
+
+        If this wait is cancelled, call `on_cancel` and withdraw the calls that have not begun, but
+        continue to wait for the running ones.
+        """
 
         def withdraw() -> None:
             on_cancel()

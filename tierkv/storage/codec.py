@@ -258,12 +258,13 @@ class Codec(ABC):
             identity: the block that the value must contain.
             digest: the checksum object that `Codec.digest` returned, after it has received all
                 bytes of the value; None to compute the checksum here.
-            num_bytes: length of the value without its header, in bytes; negative if the value is
-                shorter than its header. None for the length of `stored`.
+            num_bytes: number of bytes that the store has after the header, which must be as many as
+                the header says; negative if the value is shorter than its header. None for the
+                length of `stored`.
 
         Raises:
-            DamagedValueError: a bit of the value differs from what was encoded, or no payload codec
-                has the number in the header.
+            DamagedValueError: the value is damaged, has another length, belongs to another block
+                than `identity`, or names an unknown payload codec.
         """
         header = memoryview(header)
         number = check_fields(

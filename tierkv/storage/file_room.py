@@ -58,7 +58,6 @@ def relative_path(name: str) -> tuple[str, ...]:
 
 
 def _path_of(name: str) -> tuple[str, ...]:
-    """Return the path of a valid name; listings call this for every file."""
     fields = name.split(":")
     group, leaf = fields[: min(2, len(fields) - 1)], fields[min(2, len(fields) - 1) :]
     spread = f"{zlib.crc32(name.encode()) & 0xFF:02x}"
@@ -550,7 +549,11 @@ class Room:
             return num_evictions != self.num_evictions
 
     def removed(self, num_bytes: int) -> None:
-        """Count `num_bytes` bytes as removed, or as not written after a successful `make`."""
+        """Subtract `num_bytes` from the bytes that the values use.
+
+        Call this after values were removed, or if the bytes that `make` has reserved were not
+        written.
+        """
         with self._lock:
             self._add(-num_bytes)
 
@@ -576,7 +579,11 @@ class Room:
         return used is not None and used + num_bytes <= self._capacity_bytes
 
     def _lacking_bytes(self, num_bytes: int) -> int:
-        """Return the bytes to free so that `num_bytes` more leave `min_free_bytes` on the disk."""
+        """Return the number of bytes to free on the disk before `num_bytes` bytes are written.
+
+        After the write, `min_free_bytes` must still be free. The result is 0 or less if nothing has
+        to be freed.
+        """
         if not self._min_free_bytes:
             return 0
         return self._min_free_bytes + num_bytes - self._free_bytes()

@@ -485,7 +485,11 @@ class GuardedStore(StoreWrapper):
         )
 
     def _judge(self, failures: Sequence[str], num_items: int, *, of_read: bool = True) -> None:
-        """Count one failure if all items of a batch failed, one success if none failed."""
+        """Report a batch to the breaker: a failure if all items failed, a success if none failed.
+
+        A batch in which only some items failed is not reported. `of_read` is False for a batch of
+        writes.
+        """
         if failures and len(failures) == num_items:
             self._fail(failures[0], of_read=of_read)
         elif not failures:

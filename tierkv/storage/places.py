@@ -214,15 +214,16 @@ class Places:
         return {route: one.store for route, one in every.items() if one is not self._nothing}
 
     async def attach(self, store: Store, route: str = "") -> None:
-        """Open `store`, and use it for the names of a route from now on.
+        """Open `store`, and use it from now on for all names that begin with `route`.
 
-        The previous store of the route is detached; if the call raises, for example an error of
-        `store.running()`, the previous store stays attached. If `store` was detached and is still
+        The store that had these names before is detached. If the call raises, for example an error
+        of `store.running()`, that store stays attached. If `store` itself was detached and is still
         closing, the call first waits until it is closed.
 
         Args:
             store: the store to open.
-            route: `prefix:fingerprint`, or "" for the common store.
+            route: the first two fields of the names, `prefix:fingerprint`, for a tenant's own
+                store; "" for the common store, which has all names of no other store.
 
         Raises:
             ConfigError: `store` is attached for another route.
@@ -413,9 +414,9 @@ class Places:
         asked: Sequence[Asked],
         ask: Callable[[Store, Sequence[Asked]], Awaitable[T]],
     ) -> Sequence[tuple[Sequence[int], T]]:
-        """Ask each store about its items in `asked`, all stores at once.
+        """Divide `asked` by store, and await `ask(store, its items)` for all stores at once.
 
-        Return, for each store, the indexes of its items in `asked`, and its answer.
+        Return, for each store, the indexes of its items in `asked`, and the result of `ask`.
         """
         groups: dict[_Attached, list[int]] = {}
         for index, one in enumerate(asked):

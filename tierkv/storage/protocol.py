@@ -102,7 +102,9 @@ class Notifier(Protocol):
 
 
 class Topics:
-    """The listeners in this process, by topic.
+    """The objects (`Listener`) of this process that wait for messages about values of a store.
+
+    The name of the value is the topic.
 
     Attributes:
         changed: set when a topic gets its first listener or loses its last one.
@@ -121,11 +123,11 @@ class Topics:
 
     @contextmanager
     def listening(self, topic: str, *, is_live: bool) -> Iterator[Listener]:
-        """Yield a new listener of a topic, which receives messages until the body ends.
+        """Yield a listener that receives messages about a value while this context is entered.
 
         Args:
-            topic: name of a value.
-            is_live: True if messages about the topic arrive now; False if the listener has to read
+            topic: name of the value in the store.
+            is_live: True if messages about the value arrive now; False if the listener has to read
                 the store from time to time.
         """
         listener = Listener()

@@ -14,12 +14,13 @@ from tierkv.errors import StoreRefusedError, StoreUnavailableError
 
 
 class Deletions:
-    """The deletions of everything that one service has stored.
+    """The deletions of all values of a service, and the writes that must not undo them.
 
-    Deletions are counted as generations: content belongs to the generation in which it was computed
-    or queued, and each deletion begins the next one. Content of an earlier generation is never
-    written again, and reads that began before the deletion return nothing. Nothing is read or
-    written during a deletion, nor after a failed deletion until another one succeeds.
+    Deletions are counted as generations: a block or ticket belongs to the generation in which it
+    was computed or queued for storage, and each deletion begins the next generation. Blocks and
+    tickets of an earlier generation are no longer written, and reads that began before the deletion
+    return nothing. Nothing is read or written during a deletion, nor after a failed deletion until
+    another one succeeds.
 
     Attributes:
         generation: number of deletions begun so far.
@@ -35,7 +36,10 @@ class Deletions:
 
     @property
     def bars_reads(self) -> bool:
-        """True during a deletion, and after a failed one until another one succeeds."""
+        """True while values must not be read from storage, because they are being deleted.
+
+        After a failed deletion, this stays True until another deletion succeeds.
+        """
         return self._has_failed or self._num_under_way > 0
 
     def refusal(self, generation: int) -> str:
@@ -59,9 +63,10 @@ class Deletions:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Delay deletions until the body, which writes to the store, has ended.
+        """Make deletions wait while this context is entered, to write to the store in it.
 
-        Call `refusal` immediately before, without an await in between.
+        Before entering it, check with `refusal` that the content may still be written, without an
+        await between the two calls.
         """
         self._num_writes += 1
         self._no_writes.clear()
@@ -74,15 +79,16 @@ class Deletions:
 
     @asynccontextmanager
     async def deleting(self, deadline_s: float) -> AsyncIterator[None]:
-        """Begin the next generation, wait until no write is under way, and run the body.
+        """Begin the next generation, and wait until no write is under way; then enter the context.
 
-        The body must remove the stored values. If it raises, the deletion counts as failed.
+        Inside it, the caller must remove the stored values. If the caller's code raises, the
+        deletion counts as failed.
 
         Args:
             deadline_s: seconds to wait for writes that are under way.
 
         Raises:
-            StoreUnavailableError: the writes did not end in time; the body did not run.
+            StoreUnavailableError: the writes did not end in time; the context was not entered.
         """
         self.generation += 1
         self._num_under_way += 1

@@ -93,9 +93,9 @@ class EventPoller:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Watch events during the body.
+        """Watch events while this context is entered.
 
-        At its end, wait until every event is done or has failed.
+        The exit waits until every event is done or has failed.
         """
         watcher = Threads(1, "tierkv-poller")
         try:
@@ -402,7 +402,11 @@ class LayerTimes(msgspec.Struct, frozen=True):
     longest_s: tuple[float, ...]
 
     def and_one(self, ready_s: Sequence[float]) -> LayerTimes:
-        """Return new totals that include one more load, with the arrival time of each layer."""
+        """Return the times of these loads together with one more load.
+
+        Args:
+            ready_s: arrival time of each layer in the further load, in seconds from its submission.
+        """
         return LayerTimes(
             self.num_loads + 1,
             tuple(map(add, self.total_s, ready_s)),

@@ -75,7 +75,7 @@ class Slice:
 
 
 class Slices:
-    """The stored values that make up a block, one per rank, and each rank's host memory.
+    """The stored values that make up a block: one for each tensor-parallel rank.
 
     A node without tensor parallelism stores a block as one value. A node of n ranks stores n
     values, one for each rank's slice (share) of the block; a block counts as stored when all n are
@@ -84,11 +84,11 @@ class Slices:
 
     Args:
         names: makes the names in storage of the service's blocks.
-        parts: the slices of this node, one per rank.
-        scheme: the split of blocks over ranks; None to find only blocks of nodes with as many ranks
-            as this one.
-        peer_tensor_parallel: numbers of ranks of other nodes whose blocks are looked for. A number
-            is ignored if this node's slices cannot be put together from the slices of such a node.
+        parts: the slices of this node, one per rank, each with the rank's host memory.
+        scheme: the heads of a block that each rank has; None to find only blocks of nodes with as
+            many ranks as this one.
+        peer_tensor_parallel: numbers of ranks of other nodes whose blocks this node also finds. A
+            number is ignored if this node's slices cannot be made from the slices of such a node.
 
     Raises:
         LayoutError: the number of `parts` is not the number of ranks.
@@ -303,14 +303,14 @@ class TailLists:
         self._stats = stats
 
     async def note(self, keys: Sequence[StoredKey], *, generation: int | None = None) -> None:
-        """Add the tails among `keys`, which must be stored already, to the lists of tails.
+        """Add stored tails to the lists by which other prompts find them.
 
-        Failures are ignored: other prompts do not find a tail that is not listed.
+        Failures are ignored: other prompts then do not find the tail.
 
         Args:
-            keys: keys of blocks and tails; blocks are skipped.
-            generation: the generation (see `Deletions`) in which the tails were stored; None for
-                the present one.
+            keys: keys of stored blocks and tails; blocks are skipped.
+            generation: value of `Deletions.generation` when the tails were computed; None for the
+                present value. Tails are not listed if the stored values were deleted since.
         """
         deletions = self._deletions
         generation = deletions.generation if generation is None else generation
@@ -723,7 +723,11 @@ class StorageIO:
         *,
         tries: int = _MAX_COPIES,
     ) -> list[GetOutcome]:
-        """Read and check blocks, up to `tries` copies of each; delete damaged copies."""
+        """Read blocks into host slots, check them, and delete damaged values from the store.
+
+        If the store has another copy of a damaged value, read that copy; `tries` is the largest
+        number of reads of a block.
+        """
         reads = self._values.reads(keys, slot_ids, sizes)
         outcomes = await self.store.get_into([read.item for read in reads])
         for read, outcome in zip(reads, outcomes, strict=True):
@@ -750,10 +754,10 @@ class StorageIO:
     async def _forget_damaged(
         self, reads: Sequence[Read], blocks: Sequence[GetOutcome]
     ) -> list[int]:
-        """Delete the damaged values among those that were read.
+        """Delete the values that were found damaged from the store.
 
-        Return the positions in `blocks` of damaged blocks to read again, since a layered store may
-        have another copy in its far store.
+        Return the positions in `blocks` of damaged blocks of which the store may have another copy,
+        to be read again.
         """
         damaged = [read for read in reads if read.outcome.status is GetStatus.DAMAGED]
         again = {at for at, block in enumerate(blocks) if block.status is GetStatus.DAMAGED}
@@ -1089,7 +1093,10 @@ class Values:
         ]
 
     def _later(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem | None:
-        """Return a value with a header that the sender fills in; None if that is impossible."""
+        """Return a write of a block whose header is computed only when the value is sent.
+
+        The result is None for a tail, or if the codec cannot compute headers separately.
+        """
         payload = part.host.array[slot].data
         header = None
         if not key.is_tail:
@@ -1123,14 +1130,14 @@ def _worst_put(outcomes: Sequence[PutOutcome]) -> PutOutcome:
 
 @asynccontextmanager
 async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncIterator[None]:
-    """Fill in the headers of values in threads while the body sends the values.
+    """Compute the headers of values in threads while the `with` block sends the values.
 
-    After the body, no thread reads a value any more.
+    When the `with` block has ended, no thread reads a value any more.
 
     Args:
         threads: the worker threads that compute the headers.
-        items: the values, in the order in which they are sent. Only those whose header the sender
-            must fill in (`PutItem.complete`) are changed.
+        items: the values, in the order in which they are sent. Items without `PutItem.complete`
+            have their header already and are left unchanged.
     """
     late = [item.complete for item in items if item.complete is not None]
     if not makes_ahead or len(late) < _MIN_VALUES:
@@ -1175,17 +1182,20 @@ class Toucher:
     def wrote(self, names: Iterable[str]) -> None:
         """Record that the values with these names were just written.
 
-        They are renewed after `interval_s` at the earliest.
+        The times to live of these values are not renewed during the next `interval_s` seconds.
         """
         now = asyncio.get_running_loop().time()
         for name in names:
             self._record(name, now)
 
     def used(self, names: Iterable[str]) -> None:
-        """Queue a renewal for the values with these names, which were found in the store.
+        """Queue stored values, which were found in the store, to have their times to live renewed.
 
         Names that were renewed or written less than `interval_s` ago are skipped. At most
         _MAX_NAMES names are queued; further ones are dropped.
+
+        Args:
+            names: names of the values.
         """
         now = asyncio.get_running_loop().time()
         for name in names:

@@ -257,7 +257,11 @@ class DirectServer:
     # Answers to claimers
 
     async def _answer(self, ask: DirectAsk, held: ShownBlocks) -> DirectAnswer:
-        """Answer a question, and lease the answer's blocks instead of the last answer's."""
+        """Answer a claimer's question for blocks of this node's memory.
+
+        The blocks in the answer are leased, and the leases of the previous answer end. `held` has
+        the leases.
+        """
         was_held = bool(held.leases) and self._tiers.mover.device.failure is None
         self._release_shown(held)
         prompt = self._prompts.get(ask.offer)

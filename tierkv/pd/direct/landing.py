@@ -309,8 +309,7 @@ class Landing:
     def _enter(self, path: Lease, prompt: Prompt, slots: Ids) -> Ids:
         """Insert the blocks in `slots` into the index after those of `path`, and extend `path`.
 
-        Return the slots that the index did not need, because it has received these blocks from
-        elsewhere in the meantime.
+        Return the slots whose blocks the index already has; the caller must free them.
         """
         tiers, index, first = self._tiers, self._tiers.index, path.num_blocks
         stop = first + len(slots)

@@ -159,13 +159,13 @@ Read = Callable[[Sequence[RemotePiece]], None]  # reads one producer's host tier
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A producer with a host tier that one claim reads.
+    """A producer from whose host tier a claim reads blocks.
 
     Attributes:
-        path: MEMORY on the same machine, otherwise NETWORK.
-        read: reads ranges of its memory; raises TransferError if not all bytes arrived, and
-            NotPermittedError if reading is forbidden.
-        is_given_up: True after a failed read; its blocks are then fetched from storage.
+        path: MEMORY if the producer runs on this machine, otherwise NETWORK.
+        read: reads ranges of the producer's memory; raises TransferError if not all bytes arrived,
+            and NotPermittedError if reading is forbidden.
+        is_given_up: True after a failed read; the producer's blocks are then fetched from storage.
     """
 
     path: DirectPath

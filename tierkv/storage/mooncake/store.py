@@ -357,10 +357,9 @@ class MooncakeValues:
         return config
 
     def _check_slow(self, statuses: Sequence[int], started: float, given_up: Event) -> None:
-        """Set `given_up` if Mooncake answered too late or not at all.
+        """Set `given_up` if Mooncake gave no answer and took at least `halt_s / 2` seconds.
 
-        That is so if it gave no answer for a value and the call took at least `halt_s / 2`. The
-        caller's later batches then do not ask Mooncake.
+        The caller's later batches do not ask Mooncake once `given_up` is set.
         """
         is_silent = any(status == _NOT_MOVED or status in _NO_ANSWER for status in statuses)
         if is_silent and time.monotonic() - started >= self._settings.halt_s / 2:
@@ -396,7 +395,7 @@ class KnownMemory:
         self._registered: list[int] = []
 
     def register(self) -> None:
-        """Register all memory with the client.
+        """Register the node's buffers and the scratch memory with Mooncake's client.
 
         Raises:
             StoreUnavailableError: the client refuses a range of memory.

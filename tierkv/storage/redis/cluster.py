@@ -460,9 +460,9 @@ class Topology:
         self._stale.set()
 
     async def refresh(self) -> None:
-        """Have the table of slots read again, and wait until that has succeeded or failed.
+        """Request a new read of the cluster's slot table, and wait until the read has ended.
 
-        The wait ends after the time limit of one exchange at the latest.
+        The wait ends without an error if the read takes longer than the deadline of one request.
         """
         self._refreshed.clear()
         self.mark_stale()

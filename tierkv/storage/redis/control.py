@@ -124,7 +124,11 @@ class RedisNotifier:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _ask(self, connection: RedisConnection, clock: _LastReply) -> None:
-        """Subscribe to all topics that have listeners, and raise if the server becomes silent."""
+        """Keep the connection subscribed to all topics that have listeners, until it fails.
+
+        If the server sends nothing for _SILENT_S seconds, raise StoreUnavailableError. `clock` has
+        the time of the server's last reply.
+        """
         loop = asyncio.get_running_loop()
         while True:
             self._topics.changed.clear()

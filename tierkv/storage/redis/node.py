@@ -500,14 +500,17 @@ class RedisNode:
 
 
 def described(name: str, num_bytes: object, ttl_ms: object, *, now: float) -> list[StoredValue]:
-    """Return a list with the value that STRLEN and PTTL describe; [] if there is no such value.
+    """Return a description of a stored value, made from Redis' replies to STRLEN and PTTL.
 
     Args:
         name: name of the value.
         num_bytes: the reply to STRLEN, in bytes.
-        ttl_ms: the reply to PTTL, in milliseconds; -1 for a value that never expires, -2 for no
-            value.
+        ttl_ms: the reply to PTTL, in milliseconds; -1 for a value that never expires, -2 if there
+            is no value.
         now: this machine's time, in Unix seconds.
+
+    Returns:
+        A list with the description; [] if there is no value.
 
     Raises:
         StoreUnavailableError: a reply is not a number.

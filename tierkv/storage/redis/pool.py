@@ -159,9 +159,9 @@ class ConnectionPool:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Carry out requests until the body ends; then close the connections.
+        """Keep connections and carry out requests while this context is entered.
 
-        Requests that are still queued at the end fail.
+        Requests that are still queued at the exit fail.
         """
         tasks = {f"tierkv-redis-{at}": self._serve() for at in range(self.num_connections)}
         try:
@@ -240,7 +240,10 @@ class ConnectionPool:
                 wire.close(Unanswered("is closed"))
 
     async def _next(self, wire: Wire | None) -> WireRequest:
-        """Wait for a queued request and pop it, for the task of the connection `wire`."""
+        """Wait for a queued request, remove it from the queue, and return it.
+
+        If `wire` is given, first wait until this connection has room for one more request.
+        """
         while True:
             while wire is not None and not (wire.is_lost or wire.has_room):
                 self._wake_one()  # another task can take the request
@@ -361,11 +364,11 @@ class ConnectionPool:
                 )
 
     def requeue(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
-        """Send requests again or fail them, because their connection ended before the reply.
+        """Queue requests again that have lost their connection before the reply, or fail them.
 
-        If the server closed the connection, requests that may be retried are queued again. If the
-        server refused a new connection while another connection works, all requests are queued
-        again. All other requests fail.
+        A request is queued again if it can be retried and has retries left. If the server refused a
+        new connection while another connection works, all requests except the login are queued
+        again.
 
         Args:
             requests: the requests, the oldest first; their buffers are no longer in use.

@@ -726,7 +726,10 @@ class Wire:
             self._room.set()
 
     def _answer(self, replies: list[Reply]) -> list[Reply]:
-        """Assign replies to the oldest request; return those that belong to later requests."""
+        """Add replies to the oldest request in flight, which ends once it has all of its replies.
+
+        Return the replies that are left over, because they are for later requests.
+        """
         first = replies[0]
         if not self.has_answered and isinstance(first, Refused) and first.turns_away:
             why = f"refuses connections ({first.message:.80})"
