@@ -39,7 +39,8 @@ what the caller can do. The documentation site has every error sentence and log 
 
 _HTTP = """## HTTP problems
 
-Answers with the status 429 or 503 have the header `Retry-After`."""
+Answers with the status 429 or 503 have the header `Retry-After`, and answers with 502 if storage
+or a producer failed."""
 
 _OF_AIOHTTP = {
     404: "There is no such route: `GET /openapi.json` lists all.",
