@@ -18,10 +18,15 @@ _Word = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class KvHintAction(msgspec.Struct, frozen=True, kw_only=True):
-    """One action that a router asks for.
+    """One action that a request router asks the node to do.
 
-    The action `kv.fetch` 1.0 asks to fetch the blocks of the request's own prompt. Its payload
-    names these blocks by the router's hashes, and is not read.
+    The only supported action is `kv.fetch` 1.0: fetch the blocks of the request's own prompt. The
+    blocks that the router names in the action are ignored.
+
+    Attributes:
+        action_type: kind of the action, such as "kv.fetch".
+        action_version: version of the action, such as "1.0".
+        action_id: the router's id of the action; "" for none.
     """
 
     action_type: _Word

@@ -1,7 +1,7 @@
-"""Task groups, background tasks, deadlines, and waits with rules of their own for a cancel.
+"""Task groups, background tasks, deadlines, and waits that treat a cancel otherwise than asyncio.
 
-After a cancel, `outlast` continues to wait until the work has ended. `abandonable` stops waiting at
-once, although the work may still run.
+When the waiting task is cancelled, `outlast` waits until the work has ended, and `abandonable`
+stops waiting at once, although the work may still run.
 """
 
 from __future__ import annotations

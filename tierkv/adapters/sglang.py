@@ -206,14 +206,14 @@ class TierKVHiCache(HiCacheStorage):
 
         Args:
             keys: SGLang's keys of the prompt's pages, in order.
-            pool_transfers: the pools other than that of full attention, each with the rule of which
-                pages it needs.
+            pool_transfers: the pools besides the one for full attention, each with the pages that
+                it needs (`hit_policy`); None for no other pools.
             extra_info: ignored.
 
         Returns:
-            The largest number of leading pages that every pool can restore; for each pool, the
-                largest number that this pool alone can restore; and the list of all numbers of
-                leading pages that every pool can restore.
+            The largest number of leading pages that all pools can restore; the largest number that
+                each pool alone can restore; and all numbers of leading pages that all pools can
+                restore, in ascending order.
         """
         num_pages = self.batch_exists(keys)
         hits: dict[str, int] = {PoolName.KV: num_pages} if num_pages else {}

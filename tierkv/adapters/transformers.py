@@ -260,7 +260,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._set_length(0)
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        """Raise BadRequestError: the call needs several rows (beams), and the cache has one row."""
+        """Raise BadRequestError: the call needs several sequences, and the cache has one."""
         raise BadRequestError(_ONE_ROW)
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
@@ -905,9 +905,9 @@ class _Moves:
         return self._ask(self._has_failed, load).result()
 
     def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> _Asked[int]:
-        """Copy a text to the host, without its first `num_kept` tokens, which the host has.
+        """Copy a sequence's KV to the host, except its first `num_kept` tokens, already there.
 
-        The result comes later: the number of the text's leading tokens that lookups find then.
+        The returned object later gives the number of leading tokens that lookups can then find.
         """
         self._hurries = False
         return self._ask(self._kept, tokens, num_kept)

@@ -1284,9 +1284,10 @@ class _SchedulerSide:
     def _names(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> Sequence[Sequence[ExternalId | None]]:
-        """Return, by cache group, vLLM's hash of each block.
+        """Return vLLM's hash of each block in `block_ids`, for each cache group.
 
-        The result is () if neither events nor lookups need the hashes.
+        `firsts` has the position in the prompt of each group's first block. The result is () if the
+        hashes are not used.
         """
         if self._publishes_events or self.cache.sees_host:
             return self._hashes(request, block_ids, firsts)
@@ -1358,7 +1359,7 @@ class _SchedulerSide:
                 )
 
     def receive_output(self, output: KVConnectorOutput) -> None:
-        """Accept the workers' reports of the plans that ended in a step."""
+        """Receive what vLLM's workers report at the end of a step: copies that have ended."""
         report = output.kv_connector_worker_meta
         if report is not None:
             self._reports += report.reports

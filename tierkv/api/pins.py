@@ -83,9 +83,10 @@ class PinBook:
         return pin
 
     def keep_turn(self, key: Key, prompt: Prompt, ttl_s: float) -> None:
-        """Set a soft pin on the blocks of a session's last turn, and end that of the turn before.
+        """Pin the blocks of a session's last turn softly, and end the pin of the turn before.
 
-        If the tenant has `MAX_PINS` other pins, nothing is pinned, and no error is raised.
+        If the tenant already has MAX_PINS pins of other sessions or requests, no pin is set, and no
+        error is raised.
 
         Args:
             key: Tenant and id of the session.

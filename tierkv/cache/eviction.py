@@ -62,7 +62,7 @@ class WriteRule:
 
     @property
     def writes_early(self) -> bool:
-        """True if the rule can copy blocks before they are evicted."""
+        """True if blocks (all, or popular ones) are copied to the lower tier before eviction."""
         return self.policy in (WritePolicy.WRITE_THROUGH, WritePolicy.SELECTIVE)
 
     @property

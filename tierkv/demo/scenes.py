@@ -253,9 +253,10 @@ class Play:
         tail_tokens: int,
         at: NodeProcess | None = None,
     ) -> Scene:
-        """Return a scene that compares the answer `asked` with the single node's answer.
+        """Await the answer `asked`; compare it with the single node's answer to the prompt.
 
-        The bytes in `Scene.moved` are counted at the node `at`, by default the decode node.
+        The returned scene also has the bytes that the node `at` moved meanwhile; None for the
+        decode node.
         """
         where = at or self._nodes.decode
         before = await _moved(where)

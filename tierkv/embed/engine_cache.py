@@ -692,14 +692,14 @@ class EngineCache:
         )
 
     def name_blocks(self, prompt: Prompt, names: Sequence[ExternalId | None]) -> None:
-        """Record the engine's names of a prompt's host blocks, so that `num_on_host` counts them.
+        """Record the engine's ids of a prompt's host blocks, so that `num_on_host` counts them.
 
-        Only blocks that were fetched from storage without a name need this.
+        The call is needed only for blocks that were fetched from storage without such an id.
 
         Args:
             prompt: the prompt.
-            names: the engine's names of the prompt's blocks in the first cache group of full
-                attention, from the first block on; None for a block without a name.
+            names: the engine's ids of the prompt's blocks in the first cache group of full
+                attention, from the prompt's start; None for a block without an id.
         """
         self._host.call(HostSide.name_blocks, prompt, names)
 
@@ -1267,7 +1267,7 @@ class EngineCache:
             self._polled.saved.append(step.key)
 
     def _finish_if_saved(self, known: _RequestState) -> None:
-        """Publish a request's ticket if its whole prompt is saved, and no save of it still runs."""
+        """Publish the ticket of a request when all saves of its prompt have ended."""
         publish = known.publish
         if publish is None or publish.first_tokens is None or known.num_saves:
             return

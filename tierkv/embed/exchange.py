@@ -249,10 +249,10 @@ class Exchange:
         return [call for call in done if self._finished.pop(call.number, None) is not None]
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` has a call to return, or for `timeout_s` seconds.
+        """Block until a call that `poll` has not yet returned ends, or for `timeout_s` s.
 
         Returns:
-            True if `poll` has a call to return.
+            True if a call has finished; False after the timeout.
         """
         deadline = time.monotonic() + timeout_s
         self.flush()
@@ -320,9 +320,9 @@ class Exchange:
             self.failure = error
 
     def fail(self, error: TierKVError) -> None:
-        """Refuse with `error` every call without an answer, and every later call.
+        """End with `error` all calls that have no answer yet, and all later calls.
 
-        If `refuse` was called before, later calls fail with the error given to it.
+        If `refuse` was called before, later calls get the error of the first `refuse` instead.
         """
         self.refuse(error)
         for call in self.pending():

@@ -667,9 +667,9 @@ class HostSide:
             most *= _MORE_ASKED
 
     def _longest_here(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return how many leading tokens the host has in every cache group of `lookups`.
+        """Return how many leading prompt tokens, up to `bound`, all cache groups have on the host.
 
-        The result is at most `bound`.
+        `lookups` has the prompt's lookup for each cache group, by the group's number.
         """
         valid = [
             (self._groups[number], self._tiers[number].valid(lookup, bound))
@@ -872,7 +872,10 @@ class HostSide:
             fetched.release()
 
     def _on_host(self, prompt: Prompt, bound: int) -> _OnHost:
-        """Return the leading tokens, at most `bound`, that the index has on the host now."""
+        """Return how many leading tokens of a prompt are on the host, and their index position.
+
+        Only the first `bound` tokens are examined.
+        """
         if self._main is None:
             return _OnHost(bound, None, 0)
         index, size, group = self._service.index, prompt.block_size, self._groups[self._main]

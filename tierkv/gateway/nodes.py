@@ -121,10 +121,10 @@ class BackendNode:
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
-        """Limit the body, which waits for an answer of the node, to `seconds`.
+        """Limit a `with` block that waits for the node's answer to `seconds` seconds.
 
         Raises:
-            TimeoutError: The body took longer, or `cut_off_waits` ended it.
+            TimeoutError: The `with` block took longer, or `cut_off_waits` ended it.
         """
         async with asyncio.timeout(seconds) as scope:
             self._waits[scope] = asyncio.get_running_loop().time()

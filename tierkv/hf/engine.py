@@ -125,9 +125,9 @@ class TransformersEngine(SessionEngine):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the compute thread and its steps during the body.
+        """Compute the engine's steps in a thread while the `with` block runs.
 
-        The service must run before the body begins, and until it has ended.
+        The service must be running before and until after the `with` block.
         """
         for num_tokens, seconds in self._model.speeds:
             self._service.note_prefill(num_tokens, seconds)

@@ -119,11 +119,11 @@ class _Part:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Return the attention of the runs' tokens, [1, heads, tokens, dim].
+        """Return the attention output of several sequences' tokens, [1, heads, tokens, dim].
 
-        `query` is [1, heads, tokens, dim]; `key` and `value` are [runs, kv_heads, length, dim],
-        perhaps with different dims. `scaling` multiplies the scores before the softmax; None for 1
-        / sqrt(dim).
+        `query` is [1, heads, tokens, dim], with the tokens of all sequences; `key` and `value` are
+        [sequences, kv_heads, length, dim], and their last sizes may differ. `scaling` multiplies
+        the scores before the softmax; None for 1 / sqrt(dim).
         """
         runs, groups = self._num_runs, query.shape[1] // key.shape[1]
         if self.num_tokens == runs:  # treat the query heads of a KV head as its queries

@@ -245,10 +245,10 @@ def write(path: Path, content: AuthFile) -> None:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Hold the lock of an auth file while the body runs; wait for the lock first.
+    """Acquire the lock of an auth file, and release it at the end of the `with` block.
 
     A program that changes the file must hold the lock, so that only one program changes it at a
-    time.
+    time. The call waits while another program has the lock.
 
     Args:
         path: The auth file; the lock is on its folder.

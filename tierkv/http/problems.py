@@ -173,13 +173,14 @@ def problem_of(
 ) -> Problem:
     """Return the body of the error answer to `request`.
 
-    An error that has no row in `ERRORS` is a bug; its text is only in the log.
+    An error that the table `ERRORS` does not list is a bug. The answer then does not contain the
+    error's text, which is only in the log.
 
     Args:
         request: The request that failed.
         error: The error that its handler raised.
-        unknown_path_hint: End of the error sentence about an unknown path, which says where to find
-            the routes.
+        unknown_path_hint: Words that end the answer to an unknown path, and name the place where
+            the routes are listed.
     """
     row = status, code, title = _row(error)
     if row == INTERNAL:

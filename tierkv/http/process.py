@@ -269,7 +269,7 @@ class LastResort:
         start_thread(self._watch, "tierkv-last-resort")
 
     def start(self) -> None:
-        """Start the time limit, if it has not been started before."""
+        """Start the countdown after which the process is killed; further calls do nothing."""
         self._is_started.set()
 
     def cancel(self) -> None:

@@ -695,8 +695,8 @@ class Ahead:
 
     Args:
         prompt: the claimed prompt.
-        fetch: fetches the blocks of its argument, the beginning of the claimed prompt, and returns
-            True if all of them arrived.
+        fetch: called with the part of the prompt whose blocks are stored, from the prompt's start;
+            fetches these blocks, and returns True if all of them arrived.
     """
 
     def __init__(self, prompt: Prompt, fetch: Callable[[Prompt], Awaitable[bool]]) -> None:

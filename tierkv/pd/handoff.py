@@ -220,7 +220,7 @@ class PromptBlocks(Protocol):
     def check_whole(self) -> None:
         """Check that all blocks of the prompt are computed and in this node's memory.
 
-        They stay there until the publish has ended.
+        If the check succeeds, the blocks stay in memory until the publish has ended.
 
         Raises:
             HandoffError: a block is no longer in this node's memory.

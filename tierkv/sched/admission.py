@@ -585,7 +585,10 @@ class Starts:
             request.missed, request.missed_since = "", None
 
     def note_fetch_ended(self, request: Request) -> None:
-        """Record that no more tokens will come from storage; those still absent count as missed."""
+        """Record that storage delivers no more of the request's tokens.
+
+        Tokens that were still expected count as missed.
+        """
         if request.num_coming:
             self.stats.missed_tokens[request.missed] += request.num_coming
             request.num_coming = 0

@@ -593,10 +593,10 @@ class Copies:
             self._work.capacity_changed()
 
     def _on_host(self, node: TreeNode, first: int, stop: int) -> tuple[TreeNode, int]:
-        """Return where the unbroken run of host blocks that begins with block `first` ends.
+        """Find the last of the consecutive blocks from `first` on that are ready on the host.
 
-        The result is the index node with the last of these blocks, and the index after this block.
-        If block `first` is not on the host, the result is `node` and `first`.
+        Return the index node that has this block, and the index after the block. If block `first`
+        is not ready on the host, return `node` and `first`.
         """
         last, at = node, first
         for part, i, j in segments(node, first, min(stop, node.end)):
@@ -806,7 +806,7 @@ class Copies:
             self._events.publish_stored(self._events.runs(node, first, stop), began)
 
     def note_not_stored(self, node: TreeNode, first: int, stop: int) -> None:
-        """Record and publish that storage does not have blocks [first, stop) of a path.
+        """Record that storage lacks blocks [first, stop) of a path, and report it as a cache event.
 
         Args:
             node: the node of the index at the end of the path (a prefix in the index).

@@ -281,10 +281,12 @@ class WaitingLine:
         heapq.heappush(self._parked.setdefault(wait.promise, []), (wait.stop, waiting.number))
 
     def unpark(self, waiting: Waiting) -> PromiseWait | None:
-        """End the wait of a parked request, and return it to its place in the queue.
+        """End the wait of a parked request, so that it can be admitted again.
+
+        The request keeps its position in the queue.
 
         Returns:
-            The wait; None if the request was not parked.
+            The wait that has ended; None if the request was not parked.
         """
         wait = waiting.unpark()
         if wait is not None:

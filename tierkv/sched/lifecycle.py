@@ -138,11 +138,10 @@ class Lifecycle:
 
     @contextmanager
     def _retiring(self, tier: Tier, first: int) -> Iterator[Leaving]:
-        """Make the slots from `first` on leave the tier during the body, then give them back.
+        """Keep slots from `first` on out of use while the `with` block moves blocks elsewhere.
 
-        The slots that the body took out of use become free again, so that the caller can remove
-        them from the pool; after an error they stay in the tier. After a body without an error, the
-        caller must wake waiting requests.
+        Afterwards the slots are free. If the `with` block ended without an error, the caller can
+        shrink the tier by these slots, and must then wake waiting requests.
         """
         leaving = self._tiers.slots.leaving[tier] = Leaving(first)
         try:

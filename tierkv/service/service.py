@@ -676,7 +676,10 @@ class Service:
                 return Budget(deadline_s)
 
     def fetches(self, spec: RequestSpec) -> bool:
-        """Return True if blocks that the request lacks are to be looked up in storage."""
+        """Return True if storage may be searched for the request's blocks.
+
+        The result is False without a storage tier, and for a request that does not use the cache.
+        """
         return spec.uses_cache and self.tiers.copies.storage is not None
 
     async def fetched(self, spec: RequestSpec, budget: Budget | None = None) -> Fetched:

@@ -882,8 +882,8 @@ class WriteQueue:
         """Queue `items`, wait until they are written, and return their outcomes.
 
         If more than `max_bytes` bytes wait, the least valuable writes are dropped with the outcome
-        FULL. A cancel withdraws writes that still wait; the call raises when its batches under way
-        have ended.
+        FULL. If this call is cancelled, writes that have not begun are withdrawn, and the call
+        raises CancelledError when the others have ended.
         """
         if not self._is_open:
             return [PutOutcome(PutStatus.FAILED, f"{self._owner} is closed")] * len(items)

@@ -315,7 +315,7 @@ class Places:
         return _NotifierOfCommon(lambda: self._common.notifier)
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
-        """Announce the memory of buffers to all attached stores, see `Store.use_memory`."""
+        """Let all stores register the node's buffers with the network card, for RDMA."""
         for one in self._places:
             one.store.use_memory(pools)
 

@@ -438,7 +438,7 @@ class PutItem:
         return sum(memoryview(part).nbytes for part in self.parts)
 
     def completed(self) -> tuple[Buffer, ...]:
-        """Call `complete`, if set, and return `parts`."""
+        """Return the bytes to write, `parts`, after `complete` has filled in missing bytes."""
         if self.complete is not None:
             self.complete()
         return self.parts

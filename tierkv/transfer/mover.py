@@ -252,7 +252,11 @@ def _outcome(event: Event) -> tuple[TransferError | None] | None:
 
 
 class Submitted(msgspec.Struct, eq=False):
-    """The result of submitting a copy, known at once, with the methods of a future."""
+    """The events or the error of a copy that was submitted without a thread.
+
+    The class has the methods of a Future that is done, so callers can treat both in the same
+    manner.
+    """
 
     events: tuple[Event, ...]
     error: TierKVError | None = None
@@ -500,9 +504,9 @@ class Mover:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open the queues of loads and offloads for the body.
+        """Accept loads and offloads inside the `with` block.
 
-        At the end of the body, also after an error, wait for every copy and close the queues.
+        When the `with` block ends, also by an error, wait for all copies and close the queues.
         """
         self._submitter = Threads(1, "tierkv-submit")
         try:

@@ -37,21 +37,21 @@ MAX_BLOCKS = 8192  # of one answer: under 1 MiB
 
 
 class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The address at which a claimer asks a producer where the blocks of a ticket lie in memory.
+    """The address at which a claimer asks a producer for the memory addresses of a ticket's blocks.
 
     Attributes:
         host: IP address of the producer's server.
         port: TCP port of the server.
-        secret: authenticates the claimer's messages; everyone who has it may ask.
+        secret: key that authenticates the claimer's messages.
         offer: name by which the server finds the ticket's blocks.
-        machine: identity of the producer's machine and user, within which processes can read each
-            other's memory; "" if that is impossible.
+        machine: identity of the producer's machine and user. Processes of the same identity can
+            read each other's memory. "" if that is impossible.
         name: name of the Unix socket of the same server, for claimers on `machine`; "" for none.
         pid: id of the producer's process, for claimers on `machine` to read its host tier; 0 if
             they cannot.
         place: UUID of the GPU, or "cpu" if the device is the CPU, for claimers on `machine` to read
             its planes (device memory); "" if they cannot.
-        engine: the producer's name in Mooncake's transfer engine; "" if that does not run.
+        engine: the producer's name in Mooncake's transfer engine; "" if that engine is not used.
     """
 
     host: str
@@ -90,10 +90,11 @@ class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A producer's answer: where blocks lie in its memory.
+    """A producer's answer to a claimer: the addresses of a prompt's blocks in its memory.
 
-    The producer does not evict these blocks until the next question on the same connection. The
-    protection ends earlier if the connection closes, or if no question comes for some seconds.
+    The producer does not evict these blocks until the claimer's next question on the same
+    connection. The protection ends earlier if the connection closes, or if the claimer asks nothing
+    for some seconds.
 
     Attributes:
         blocks: indices in the prompt of the blocks that are in the host tier.
@@ -102,11 +103,12 @@ class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
             bytes.
         planes: description of the producer's device memory; None if the claimer did not ask for it
             or may not read it.
-        block_ids: ids in `planes` of consecutive blocks of the prompt, from the question's `first`
-            on.
-        was_held: True if the blocks of the last answer on this connection stayed in place until
-            this answer, and the device has not failed.
-        failure: the reason why the producer has given up the publish; "" if it has not.
+        block_ids: ids in `planes` of consecutive blocks of the prompt, from the block `first` of
+            the question on.
+        was_held: True if no block of the previous answer on this connection has moved since, and
+            the device works.
+        failure: the reason why the producer has ended the publish without a ticket; "" if it has
+            not.
     """
 
     blocks: tuple[int, ...] = ()

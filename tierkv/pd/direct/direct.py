@@ -397,11 +397,11 @@ class Claimer:
         self._peer = self._offers.peer(address, is_near=self._is_near)
 
     async def ask(self, prompt: Prompt) -> None:
-        """Ask the producer where the missing blocks of `prompt` lie in its memory.
+        """Ask the producer for the memory addresses of the blocks of `prompt` that this node lacks.
 
-        Blocks on its device are copied to this node's device in this call, if possible. Blocks in
-        its host tier are added to the list that fetches of this node read. One call may run at a
-        time.
+        Blocks on the producer's device are copied to this node's device in this call, if possible.
+        Blocks in the producer's host tier are only recorded; later fetches read them from there.
+        One call can run at a time.
         """
         if self._near is not None and self._may_land():
             await self._land(prompt, self._near)

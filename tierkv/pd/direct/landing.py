@@ -50,7 +50,7 @@ class ShownPlanes:
         self._described: tuple[Planes, SharedPlanes] | None = None
 
     def describe(self) -> SharedPlanes:
-        """Return the description of this node's present planes.
+        """Return the data with which another process can open the planes that this node uses now.
 
         Raises:
             ConfigError: other processes cannot open these planes.

@@ -197,7 +197,7 @@ class _Read:
 
 
 class Offers:
-    """The source of blocks for a `Fetcher`: the host tier of a producer that has them, or storage.
+    """Reads blocks from the host memory of nodes that offer them, otherwise from storage.
 
     Use this only on nodes without tensor parallelism, because such nodes store each block as one
     value.
@@ -207,8 +207,8 @@ class Offers:
         stats: counts of the node's hand-offs.
 
     Attributes:
-        reads_memory: True if the kernel lets this process read the memory of other processes of
-            this machine, as far as is known.
+        reads_memory: True if the kernel is known to let this process read the memory of other
+            processes of this machine.
         engine: reads from nodes on other machines; None if it does not run.
     """
 

@@ -416,17 +416,17 @@ class KnownMemory:
     def known(
         self, values: Sequence[Pieces]
     ) -> Iterator[tuple[Sequence[Pieces], Sequence[tuple[memoryview, memoryview]]]]:
-        """Yield views of registered memory for the pieces of values.
+        """Yield, per value, views of registered memory through which Mooncake moves its bytes.
 
-        A piece outside the pools gets a view of scratch memory, and the caller copies the bytes
-        between piece and view. A piece that does not fit into the scratch memory is used in place.
-        The call blocks while all scratch memory is in use.
+        A piece inside registered memory is its own view. Another piece gets a view of scratch
+        memory, and the caller must copy the bytes between both. A piece that is too large for the
+        scratch memory is yielded unchanged. The call blocks while all scratch memory is in use.
 
         Args:
             values: the pieces of each value.
 
         Yields:
-            The views of each value, and pairs of a piece and its view in scratch memory.
+            The views of each value, and the pairs of a piece and its view in scratch memory.
         """
         if not self._pools:
             yield values, ()

@@ -269,7 +269,7 @@ class ConnectionPool:
         self._wake_one()
 
     def _begin_at_once(self) -> None:
-        """Send queued requests now over the open connections, before the connections' tasks run."""
+        """Send queued requests over open connections now, without waiting for another task."""
         for wire in list(self._wires):
             while self._may_begin(wire):
                 request = self._pop()

@@ -389,7 +389,11 @@ class WireRequest:
                 self.batch.one_ended()
 
     def abandon(self) -> None:
-        """End an unsent request; for a sent one, only prevent that it is sent again."""
+        """End the request, because its caller was cancelled, if it was not sent yet.
+
+        If the request was sent, its reply is still awaited, but the request is not sent again over
+        another connection.
+        """
         self.may_retry = False
         if not self.was_sent:
             self.settle(Unanswered("withdrawn: its caller was cancelled"))
@@ -525,7 +529,7 @@ class Owner(Protocol):
         """Submit queued requests to a connection that has received replies and can send more."""
 
     def requeue(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
-        """Send requests again or fail them, because their connection ended before the reply.
+        """Handle requests whose connection ended before the reply: send each again, or fail it.
 
         Args:
             requests: the requests, the oldest first; their buffers are no longer in use.
