@@ -471,11 +471,7 @@ class _HostPages:
         return self._meta(torch.arange(page * size, (page + 1) * size))
 
     def _meta(self, host_indices: torch.Tensor) -> tuple[_Ints, _Ints]:
-        """Return the address and the size in bytes of each part of each page.
-
-        Parts of a page are, for example, its keys and its values. Both arrays are empty for a pool
-        without bytes.
-        """
+        """Return the address and size in bytes of each part (keys, values ...) of each page."""
         if self._num_ranks > 1:
             meta = self._pool.get_split_heads_page_buffer_meta(host_indices, self._num_ranks)
         else:
@@ -554,9 +550,9 @@ def _ranks_of(config: HiCacheStorageConfig, pool: HostKVCache, name: str) -> lis
 def _identity(
     config: HiCacheStorageConfig, own: HiCacheSettings, pool: HostKVCache, name: str
 ) -> dict[str, str]:
-    """Return the settings that decide on a page's bytes.
+    """Return the model, layout and settings that determine the bytes of the pages in a pool.
 
-    Instances with equal settings share pages.
+    Instances of SGLang share pages if these values are equal. `name` is SGLang's name of the pool.
     """
     return (
         {

@@ -178,7 +178,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         Args:
             room: the device memory of the sequence.
             planes: numbers of the planes of keys and of values in `room`.
-            length: number of tokens in the planes.
+            length: number of the sequence's first tokens whose keys and values the planes already
+                have.
         """
         self._room = room
         self._keys, self._values = planes
@@ -1082,10 +1083,6 @@ class _Asked(Generic[T]):
         self._bell.put(None)
 
     def result(self) -> T:
-        """Wait until the thread has called `work`.
-
-        Return the result or raise the error of `work`.
-        """
         if not self._is_done:
             self._bell.get()
         if self._error is not None:

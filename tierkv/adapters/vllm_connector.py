@@ -1117,10 +1117,10 @@ class _SchedulerSide:
         return bool(self._decoding) and self._decoding[0][0] <= self._step
 
     def _expect(self, tracked: _Tracked, stop: int | None) -> None:
-        """Schedule the step in which to check again if a generating request has tokens to save.
+        """Schedule the step of the engine in which the request is next checked for tokens to save.
 
-        `stop` is the number of the request's tokens that are computed at the end of this step; None
-        if the step does not run the request.
+        `stop` is the number of the request's tokens that are computed at the end of the current
+        step; None if this step does not run the request.
         """
         pause = _PAUSE_STEPS
         if stop is not None:

@@ -54,11 +54,11 @@ class _Entry(Generic[T]):
 
 @dataclass(slots=True)
 class OnceCall(Generic[T]):
-    """One call with a key, as `Once.call` yields it.
+    """One call with an idempotency key, yielded by `Once.call`.
 
     Attributes:
-        result: The result, if an earlier call with the same key has computed it. If it is None, the
-            body of `Once.call` must compute the result and set it here.
+        result: The result of an earlier call with the same key. If it is None, there is no such
+            result: the `with` block of `Once.call` must compute the result and set it here.
     """
 
     result: T | None = None

@@ -185,7 +185,7 @@ class Node:
         return self.service.verify() if self._external is None else await self._external.verify()
 
     def check_started(self) -> None:
-        """Check that all parts of the node are open.
+        """Raise an error if the node is not ready for requests yet.
 
         Raises:
             NotReadyError: The node is still starting.
@@ -282,9 +282,10 @@ class Node:
         self.service.drain()
 
     def end_grace(self) -> None:
-        """Cancel running publishes now. During a shutdown, also cancel running requests now.
+        """Cancel running publishes, and do not let running requests delay a shutdown any longer.
 
-        A shutdown that begins later (`idle`) cancels running requests without waiting for them.
+        If `idle` is waiting for requests, the requests are cancelled now; otherwise a later call of
+        `idle` cancels them at once.
         """
         self.service.publishings.give_up()
         self._working.end_grace()

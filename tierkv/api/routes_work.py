@@ -42,10 +42,10 @@ from tierkv.tokenizers import AnswerDecoder, Tokenizer
 
 
 class _Stream:
-    """The stream of one answer to a client.
+    """An answer that is sent to one client as server-sent events.
 
-    Tokens wait here until the client reads them, so that a slow client does not slow the engine
-    down.
+    Tokens wait in this object until the client reads them, so a slow client does not slow the
+    engine down.
     """
 
     def __init__(

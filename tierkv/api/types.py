@@ -538,8 +538,8 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
         """Return the answer to a prefill request.
 
         Args:
-            answer: The first token.
-            prefilled: The engine's result. It includes the outcome of the publish if the call
+            answer: The part of the answer that every generation has, with the first token.
+            prefilled: The engine's result. The outcome of the publish is included if the call
                 waited for the publish.
             ticket_id: Id of the ticket: the one in the request, or else the id of the request.
             block_size: Number of tokens per block.
@@ -558,13 +558,16 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
 
 
 class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of a prompt's leading tokens that are cached; each token counts once.
+    """The number of a prompt's leading tokens that are cached on each tier.
+
+    Each token counts on one tier only.
 
     Attributes:
         num_tokens: Number of tokens of the prompt.
-        device_tokens: Number of leading tokens, on the device.
-        host_tokens: Number of tokens after them, on the host.
-        storage_tokens: Number of tokens after these, in storage; null if the store did not answer.
+        device_tokens: Number of leading tokens that are on the device.
+        host_tokens: Number of tokens after the device tokens that are on the host.
+        storage_tokens: Number of tokens after the host tokens that are in storage; null if the
+            store did not answer.
     """
 
     request_id: str

@@ -133,7 +133,10 @@ class EvictionOrder:
         return rank + SOFT_PIN if node.soft_pins else rank
 
     def offer(self, node: TreeNode) -> None:
-        """Queue `node` if it is a candidate; call this after each change that can make it one."""
+        """Queue `node` for eviction if its last block can be evicted now.
+
+        Call this after each change that can make the block evictable.
+        """
         if self.is_candidate(node):
             self.queue(node)
 
@@ -265,11 +268,10 @@ class EvictionOrder:
         return victims
 
     def _first(self, virtual: list[Entry]) -> Entry | None:
-        """Return the next entry to evict: the first of the queue or of `virtual`.
+        """Return the entry to evict next, of the queue or of `virtual`; None if both are empty.
 
-        None if both are empty.
-
-        `virtual` is a heap of nodes whose children have all been chosen for eviction already.
+        `virtual` is a heap of nodes that can be evicted only after their children, which are all
+        chosen already.
         """
         entry = self._top()
         if virtual and (entry is None or virtual[0] < entry):
@@ -356,13 +358,11 @@ class EvictionPolicy:
         raise NotImplementedError
 
     def spares(self, node: TreeNode) -> bool:  # noqa: ARG002
-        """Let the next node to evict stay longer, if the policy wants that.
+        """Decide if `node`, the next one to evict, stays cached longer; True if it does.
 
-        A second call for the same node returns False, unless a request has matched the node in
-        between.
-
-        Returns:
-            True if the node's rank has increased, so that another node may be the next to evict.
+        True means that the policy has raised the node's rank (its place in the order of eviction),
+        so that another node may now be the next. A second call for the same node returns False,
+        unless a request has matched the node in between.
         """
         return False
 

@@ -255,11 +255,11 @@ class FlatBlock:
 
 
 class FlatBlocks:
-    """The host blocks of a cache group with gaps, which the radix tree cannot list, by key.
+    """The host blocks, found by key, of a cache group that keeps only some blocks of a prompt.
 
-    The radix tree has only unbroken sequences of blocks from the start of a prompt. Engines save
-    only some blocks of sliding windows and recurrent states. Blocks that `hold` does not protect
-    can be evicted, the least recently used one first.
+    The radix tree cannot list such blocks, because it has only unbroken sequences from the start of
+    a prompt. Engines save only some blocks of sliding windows and recurrent states. Blocks that
+    `hold` does not protect can be evicted, the least recently used one first.
 
     Args:
         name: name of the tier in error messages.

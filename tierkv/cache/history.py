@@ -53,16 +53,15 @@ _NO_EXTRAS: Mapping[int, bytes] = {}
 
 
 class _Run(msgspec.Struct, frozen=True, gc=False):
-    """The tokens of consecutive blocks that one event is about.
+    """An event, with the tokens of the consecutive blocks that it is about.
 
     Attributes:
         event: the event.
-        packed: packed tokens; those of the blocks are at bytes [start, stop). Shared with the
-            index.
-        start: offset of the first token, in bytes.
-        stop: offset after the last token, in bytes.
+        packed: packed tokens of the blocks and perhaps of others; shared with the index.
+        start: byte offset in `packed` of the blocks' first token.
+        stop: byte offset after the blocks' last token.
         extras: extra keys (identity of media) by block index.
-        longer: further runs that begin with the same block and have more blocks, newest first.
+        longer: events about more blocks that begin with the same block, newest first.
     """
 
     event: HistoryEvent

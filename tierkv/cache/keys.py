@@ -764,7 +764,13 @@ class Names:
         ]
 
     def of_run(self, keys: KeyRun) -> NameRun:
-        """Return a sequence of the names of `keys`, in which a name is built when it is read."""
+        """Return the names of consecutive blocks under which the store has their values.
+
+        Each name is built when it is read from the result.
+
+        Args:
+            keys: keys of the blocks.
+        """
         return NameRun(self, keys)
 
     def tails(self, parent: bytes, space: str = "") -> str:

@@ -200,9 +200,9 @@ _GATEWAY_ROWS: Mapping[str, Mapping[str, str]] = {
 
 
 def _is_shown(seen: Seen, name: str, state: str) -> bool:
-    """Return whether `tierkv status` prints this part.
+    """Return whether `tierkv status` prints a node's part, or a gateway's node, called `name`.
 
-    A gateway's parts are all printed; a node's only if they are faulty, and storage always.
+    Healthy parts of a node are left out, except storage.
     """
     return seen.role == _GATEWAY or name == "storage" or not state.startswith("ok")
 

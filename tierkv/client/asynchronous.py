@@ -305,11 +305,12 @@ class AsyncClient:
         return await self._node.ask("POST", "/v1/reset", ResetAnswer)
 
     async def forget_blocks(self, *, storage: bool = False) -> ResetAnswer:
-        """Do what `reset` does, and delete stored blocks too if `storage` is True.
+        """Remove from device and host all blocks that no request or pin uses.
 
         Args:
-            storage: True to delete all stored blocks of the node's fingerprints, and the tickets of
-                their prompts. Other nodes that share the store lose them.
+            storage: True to delete also all stored blocks of the node's fingerprints, and the
+                tickets of their prompts. Other nodes that share the store lose these blocks and
+                tickets too.
         """
         query = "?storage=true" if storage else ""
         return await self._node.ask("DELETE", "/v1/blocks", ResetAnswer, query=query)

@@ -76,7 +76,7 @@ class Prompts(Protocol):
 
 
 def device_blocks(prompts: Prompts) -> int:
-    """Return the capacity of the device tier in blocks: one conversation plus a quarter."""
+    """Return the number of blocks for the device tier: 1.25 times those of one conversation."""
     blocks = -(-(prompts.num_tokens + prompts.room_tokens) // BLOCK_SIZE)
     return blocks + blocks // 4
 

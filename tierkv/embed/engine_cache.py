@@ -303,11 +303,10 @@ class _RequestState:
         )
 
     def has_nothing_beyond(self, have_tokens: int) -> bool:
-        """Return True if the last lookup found nothing to load, and need not be repeated now.
+        """Return True if the last lookup found nothing, and it is too early for another one.
 
-        A lookup is repeated after `asks_again_at`. After a preemption, the next lookup is made at
-        once: the engine then has only the first `have_tokens` tokens, and the host may have the
-        blocks after them.
+        After a preemption the result is False: the engine has only the first `have_tokens` tokens,
+        and the host may have the blocks after them.
         """
         nothing = self.nothing
         is_so = nothing is not None and have_tokens >= nothing.num_there
@@ -938,10 +937,10 @@ class EngineCache:
     def _given(
         self, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
     ) -> list[tuple[int, Sequence[int], array[int]]]:
-        """Return (cache group, positions in the prompt, device blocks) for each group with blocks.
+        """Return (cache group, block numbers in the prompt, device block ids) per group with ids.
 
-        Negative ids (NO_BLOCK) are left out. BadRequestError is raised if an argument does not have
-        one element per cache group, or a position is negative.
+        `block_ids` has the device block ids of each group, the first for block
+        `first_blocks[group]` of the prompt; negative ids are left out.
         """
         if len(block_ids) != len(self.groups) or len(first_blocks) not in (0, len(block_ids)):
             raise BadRequestError(
@@ -1082,10 +1081,10 @@ class EngineCache:
         self._host.calls.flush()
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until a call to the service has been answered, or for `timeout_s` seconds.
+        """Block until the service has answered a call, for at most `timeout_s` seconds.
 
-        An engine that has nothing else to do calls this, after `poll`: answers that `poll` has not
-        collected end the wait at once.
+        An engine that has nothing else to do calls this method instead of calling `poll` in a loop.
+        If there are answers that `poll` has not returned yet, the method returns at once.
 
         Returns:
             True if a call has been answered.

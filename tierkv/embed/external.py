@@ -154,10 +154,7 @@ _TYPES: dict[str, Any] = {one.__name__: one for one in (Copied, HeldRun, Kept)}
 
 
 def _packed(value: Any, numbers: dict[object, int]) -> Any:  # noqa: ANN401, PLR0911 - any of them
-    """Return `value` in types that msgpack encodes.
-
-    `numbers` has the number of each HostPromise.
-    """
+    """Return `value` in msgpack's types; a HostPromise becomes its number in `numbers`."""
     if isinstance(value, HostPromise):
         return {"number": numbers[value]}
     if isinstance(value, (array, range)):
@@ -488,9 +485,10 @@ class EngineListener:
                 os.unlink(self._path)
 
     async def first(self) -> EngineHello:
-        """Wait for the first engine, and return its hello.
+        """Wait until the first engine connects, and return the first record that it sends.
 
-        The engine gets its answer later, in `serving`, when a host tier for its blocks exists.
+        The engine gets its answer later, in `serving`, when the node has a host tier for its
+        blocks.
         """
         while self._first is None:
             self._first = await self._hello()

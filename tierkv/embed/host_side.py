@@ -1,10 +1,12 @@
-"""The service's side of an `EngineCache`: blocks found for loads, slots for saves, tickets.
+"""The part of an `EngineCache` that runs on the event loop of the cache service.
 
-A promise is a set of host blocks that are protected from eviction for one request until the engine
-has loaded them. All code here runs on the service's event loop. The engine's layers form cache
-groups (layers with the same layout and the same rule of which blocks are needed). The service's
-index has the blocks of the first cache group of full attention; each other cache group has a
-`GroupTier`.
+The code here finds blocks that the engine can load, reserves host slots for blocks that the engine
+saves, and publishes and claims prompts by tickets. A promise is a set of host blocks that are
+protected from eviction for one request until the engine has loaded them.
+
+The engine's layers form cache groups (layers with the same layout and the same rule of which blocks
+are needed). The service's index lists the blocks of the first cache group of full attention. The
+blocks of each other cache group are in a `GroupTier`.
 """
 
 from __future__ import annotations
@@ -289,9 +291,11 @@ class HostPromise:
         return not self.owner
 
     def claim(self) -> bool:
-        """End the promise: return True to the first caller, and False to later ones.
+        """End the promise, if it has not ended yet. Thread-safe.
 
-        The first caller must then release the blocks.
+        Returns:
+            True if this call has ended the promise; the caller must then release the blocks. False
+                if the promise had ended before.
         """
         if not self.owner:  # the common case: an exception would cost as much as a lookup
             return False
@@ -368,16 +372,13 @@ class _PromiseFetch:
     """The fetch that fills one promise with blocks from storage.
 
     Attributes:
-        budget: the time that the lookup may wait for storage.
+        budget: the time that the request may still wait for storage.
         promise: the promise to fill; None once it is filled, or once the request no longer waits
             for it.
-        is_timed: True if one time limit and one measurement (`transfer`) apply to all cache groups
-            together.
+        is_timed: True if the blocks of all cache groups are fetched under one time limit.
         host_tokens: number of the prompt's leading tokens that the host had before the fetch.
         is_try: True if the blocks are fetched only to measure the speed of storage.
         is_late: True if the fetch continues although the request no longer waits for it.
-        has_answered: True if storage has answered which blocks it has.
-        transfer: the measured transfer of the blocks that storage has; None before the answer.
     """
 
     budget: Budget
@@ -549,9 +550,10 @@ class HostSide:
             raise
 
     async def _fetch_ahead(self, prompt: Prompt) -> bool:
-        """Fetch the indexed blocks of `prompt` before its ticket arrives.
+        """Fetch blocks of `prompt` from storage to the host before its ticket is written.
 
-        Return True if all arrived.
+        Only blocks of the cache group that is in the index are fetched. Return True if all of them
+        arrived.
         """
         step_s = self._service.settings.fetch_deadline_s
         fetch = _PromiseFetch(Budget(step_s, step_s=step_s))
@@ -644,10 +646,9 @@ class HostSide:
             tier.note_answer(lookup, some, there)
 
     async def _longest(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return how many leading tokens of the prompt are cached in every group of `lookups`.
+        """Return how many leading tokens every group in `lookups` has on the host or in storage.
 
-        Tokens on the host and in storage count. Storage is asked for all these cache groups at
-        once, in growing batches. The result is at most `bound`.
+        The result is at most `bound`; storage is asked for all cache groups at once.
         """
         length, most = bound, _MIN_ASKED
         while True:
@@ -680,14 +681,10 @@ class HostSide:
     async def _fetch_all_groups(
         self, prompt: Prompt, keys: Sequence[StoredKey], fetch: _PromiseFetch, bound: int
     ) -> str | None:
-        """Fetch the blocks that the host lacks of the first `bound` tokens, for all cache groups.
+        """Fetch missing blocks of the first `bound` tokens to the host, unless computing is faster.
 
-        Nothing is fetched if computing seems to be faster. The call waits for at most the remaining
-        time of `fetch.budget`. A fetch that takes longer continues in the background if the request
-        may compute the missing tokens, because its end tells the speed of storage; otherwise it is
-        cancelled.
-
-        The result is the reason why blocks were not fetched; None if there is no reason.
+        Wait at most for the time left in `fetch.budget`; return the reason why blocks were not
+        fetched, or None.
         """
         service, budget, promise = self._service, fetch.budget, fetch.promise
         assert promise is not None, "its request waits"
@@ -1415,10 +1412,10 @@ class SavedPrompt:
 
     @asynccontextmanager
     async def on_host(self, blocks: range, _after: Sequence[Event]) -> AsyncIterator[Ids]:
-        """Protect `blocks` from eviction and provide their host slots to the body.
+        """Protect `blocks` from eviction, and yield their host slots.
 
-        The method waits for no event, because saved blocks are complete. The protection lasts until
-        the body ends, even if the promise ends before.
+        The protection lasts until the `with` block ends, even if the promise ends before. The
+        events are ignored, because saved blocks are complete.
         """
         index, lease = self._service.index, self._promise.lease
         assert lease is not None, "blocks are published that are held"

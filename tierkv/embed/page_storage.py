@@ -178,11 +178,11 @@ class PageStorage:
         return pool
 
     def storage_io(self, fingerprint: Fingerprint, slices: Sequence[Slice]) -> StorageIO:
-        """Return the reader and writer of the pages with the given identity.
+        """Return an object that reads and writes the stored pages of one identity.
 
         Args:
-            fingerprint: identity of the pages' content.
-            slices: memory and layout of each part of a page.
+            fingerprint: identity of the pages: their model, layout and tenant.
+            slices: memory and layout of each rank's part of a page.
         """
         names, whole = Names(self._prefix, fingerprint.short), slices[0]
         return StorageIO(

@@ -63,7 +63,8 @@ class Job:
     def tokens(self) -> bytes:
         """The prompt's token ids, as little-endian int32 bytes.
 
-        A prompt given as text or messages has this property only after a node has tokenized it.
+        For a prompt given as text or messages, read this property only after a node has tokenized
+        the prompt and the token ids have replaced the text.
         """
         assert isinstance(self.prompt, bytes), "the relay asks a node first"
         return self.prompt

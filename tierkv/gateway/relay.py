@@ -146,9 +146,9 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class _Tokens(msgspec.Struct):
-    """A node's event with new tokens.
+    """A node's event with new tokens of an answer.
 
-    An event without tokens has text that the node held back before.
+    If `tokens` is empty, `text` is the end of the answer, from tokens that were sent before.
     """
 
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]

@@ -309,7 +309,7 @@ class Pipeline:
         return min(_FIRST_BATCH_PIECES << len(self._under_way), _BATCH_PIECES)
 
     def _switch_stream(self) -> None:
-        """Continue on the other copy stream, after the present work of this one."""
+        """Submit further copies to the other copy stream, after all copies submitted so far."""
         self._copies_next.wait_bound(self._under_way[-1])
         self._copies, self._copies_next = self._copies_next, self._copies
         self._since_turn = 0

@@ -398,13 +398,14 @@ class Sharing(Protocol):
         """
 
     def open(self, own: Planes, shared: SharedPlanes) -> PeerPlanes:
-        """Open another process's planes.
+        """Open another process's planes, so that blocks can be copied from them.
 
         Args:
             own: planes of this process with the same layout, to which blocks will be copied.
             shared: the data that the other process has sent about its planes.
 
         Raises:
-            ConfigError: this process can read no memory of that GPU, or of that kind.
-            TransferError: these planes cannot be read.
+            ConfigError: this process cannot read memory of the other process's GPU or kind of
+                allocation.
+            TransferError: the data in `shared` is wrong, or the planes cannot be opened.
         """

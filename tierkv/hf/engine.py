@@ -151,10 +151,9 @@ class TransformersEngine(SessionEngine):
         return call.outcome.result()
 
     async def _wait_for_loads(self, run: ModelRun) -> None:
-        """If other requests are running, wait until this request's cached tokens are on the device.
+        """If other requests can compute meanwhile, wait until the cached tokens are on the device.
 
-        Other requests compute during this wait. Without other requests the call returns at once:
-        the model then waits before each layer, and computes the first layers while later ones load.
+        Otherwise return at once, because the model itself waits for the load of each layer.
         """
         gate = run.session.request.gate
         if gate.is_open(gate.num_layers - 1):
@@ -294,9 +293,10 @@ class TransformersEngine(SessionEngine):
 # cores, pools wake up slowly. Without a pool of the main thread, SmolLM2-135M on 2 cores takes 69
 # ms for a token instead of 83 ms or more.
 def _in_own_thread(load: Callable[[], PagedModel]) -> PagedModel:
-    """Return the result of `load`, called in a new thread.
+    """Call `load` in a new thread, and return its result.
 
-    The pool of OpenMP threads that `load` starts ends with the new thread.
+    OpenMP keeps a pool of worker threads for each thread that computes. The pool of the new thread
+    ends with it, because several pools would make each other slower.
     """
     loaded: Future[PagedModel] = Future()
 

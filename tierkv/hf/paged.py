@@ -245,10 +245,10 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
             value_states: [1, kv_heads, tokens, dim], the values of the step's tokens.
 
         Returns:
-            The keys and values for attention. `key_states` and `value_states` themselves, if
-                attention reads earlier tokens from the planes. Otherwise (for models with MLA,
-                which transform keys and values before they attend) the keys and values of all
-                tokens so far, one request after another, [1, kv_heads, sum of the requests'
+            The keys and values to pass to the attention function. If that function reads earlier
+                tokens from the planes, these are the arguments, unchanged. For models with MLA,
+                which transform keys and values before attention, these are the keys and values of
+                all tokens so far, one request after another, [1, kv_heads, sum of the requests'
                 lengths, dim] each.
         """
         pages = self._pages

@@ -71,10 +71,10 @@ log = logging.getLogger(__name__)
 
 
 class CallUnderWay:
-    """A context manager that makes its body a running call, which a shutdown can cancel.
+    """A context manager for the handling of one HTTP call, which a shutdown can cancel.
 
     Args:
-        working: The set that contains the call while the body runs.
+        working: The set of running calls; it contains this object during the `with` block.
     """
 
     __slots__ = ("_is_cut_off", "_num_cancels", "_task", "_working")

@@ -108,14 +108,12 @@ class Watch:
     async def ticket(self, budget: Budget, deadline_s: float) -> Ticket:
         """Wait until the ticket is in the store, and return it.
 
-        Only the waits for answers of the store count against the budget; waiting for the prefill
-        node is free. The call raises before the deadline if no ticket can come any more, or if the
-        store's breaker is open and the store has not answered this claim yet. For a request that
-        may compute its prompt, the call also raises early if the store is silent for too long or
-        the budget is used up.
+        The call raises earlier if it is certain that no ticket will come, or if the store fails.
 
         Args:
-            budget: the time that the claim may still wait for storage.
+            budget: the time that the claim may still wait for the store's answers; if a request
+                that may compute its prompt has used it up, the call raises. The time in which the
+                prefill node computes does not count.
             deadline_s: largest duration of the call, in seconds.
 
         Returns:
@@ -374,7 +372,7 @@ class ClaimPolicy(Enum):
 
 
 class Claims:
-    """The claims of prompts: each one waits for a ticket, fetches blocks, and admits a request.
+    """Claims published prompts: waits for a ticket, fetches the blocks, and admits the request.
 
     Args:
         tickets: reads tickets, and records that they were claimed.
@@ -384,8 +382,8 @@ class Claims:
         source: reads blocks from other nodes' memory instead of storage.
         portions: fetches blocks for which the host has no room.
         estimator: estimates the times of fetching and computing, for claims that may compute.
-        fetch_deadline_s: seconds for which a claim may at least still wait for storage once the
-            ticket, or further blocks, have arrived.
+        fetch_deadline_s: seconds to wait for the next blocks after the ticket, or blocks, have
+            arrived; extends the claim's own deadline if less time is left.
         stats: counters of the node's hand-offs.
     """
 
@@ -757,18 +755,18 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
     fetch: Callable[[Prompt], Awaitable[bool]],
     near: Supply,
 ) -> tuple[Ticket, Sequence[StoredKey]]:
-    """Wait for a ticket, and fetch blocks that are stored before the ticket is written.
+    """Wait for a ticket, and meanwhile fetch the blocks that are stored already.
 
     Args:
         tickets: reads tickets from the store.
         ticket_id: id of the ticket.
         prompt: the prompt that the ticket must be for.
-        budget: the time that the claim may wait for a silent or slow store, from `claim_budget`.
+        budget: the time that the claim may wait for storage, from `claim_budget`.
         deadline_s: seconds after which the call raises in any case.
-        estimator: measures the answering time of the store.
-        fetch: fetches the blocks of its argument, the beginning of `prompt`, and returns True if
-            all of them arrived.
-        near: the connection to the prefill node that computes the prompt.
+        estimator: measures how long the store takes to answer.
+        fetch: called with the part of `prompt` whose blocks are stored, from the prompt's start;
+            fetches these blocks, and returns True if all of them arrived.
+        near: reads blocks from the memory of the prefill node.
 
     Returns:
         The ticket, and the keys of all blocks that it names.

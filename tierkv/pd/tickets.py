@@ -356,7 +356,11 @@ class ProducerLease:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Renew the value while the body runs, in which one ticket is open."""
+        """Renew this node's liveness lease in the store during the `with` block.
+
+        Use one `with` block for each open ticket of the node. At the end of the last one the
+        renewals stop.
+        """
         self._num_held += 1
         self._wanted.set()
         if asyncio.get_running_loop().time() - self._renewed_at > self.interval_s:
@@ -1185,7 +1189,8 @@ class TicketLedger:
     async def running(self) -> AsyncIterator[None]:
         """Inside the `async with`, learn from the store which published tickets were claimed.
 
-        On leaving it, call the callbacks of `hold` for all tickets that have not ended.
+        Leaving the `async with` calls every callback that was registered with `hold` and not called
+        yet.
         """
         try:
             async with supervised({"tierkv-ticket-ledger": self._keep_checking}):

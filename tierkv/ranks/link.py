@@ -125,7 +125,7 @@ class Plan(msgspec.Struct, frozen=True):
     groups: tuple[int, ...] = ()
 
     def slots(self) -> tuple[Ids, Ids]:
-        """Return the ids in `source` and in `target`, int32 [n] each."""
+        """Return the ids of what is read and of what is written, int32 [n] each."""
         source, target = np.frombuffer(self.source, "<i4"), np.frombuffer(self.target, "<i4")
         return source.astype(np.int32), target.astype(np.int32)
 

@@ -520,11 +520,10 @@ class RankSocket:
         self._thread.start()
 
     def pop_reports(self) -> list[Finished]:
-        """Return the reports of ended copies that arrived since the last call, and forget them.
+        """Return the reports of ended copies that ranks sent before they disconnected, each once.
 
-        Ranks that have disconnected since are included. The reports of a rank are here before the
-        rank is in `lost`. To miss no report of a lost rank, read `lost` first and call this method
-        after that.
+        Read `lost` before this call: the last reports of every rank in it are then in a result of
+        this method.
         """
         reports = []
         while self._last_reports:
@@ -532,7 +531,7 @@ class RankSocket:
         return reports
 
     def wait_until_lost(self, timeout_s: float) -> None:
-        """Block until all ranks have closed their connections or are lost.
+        """Block until all ranks have disconnected. Their last reports have then arrived.
 
         Args:
             timeout_s: seconds after which the call returns in any case.

@@ -1088,13 +1088,10 @@ class Admissions:
         return bool(self._running.by_id) if space is None else self._running.has_space(space)
 
     def _unblock(self, first: Waiting, space: str | None = None) -> bool:
-        """Make room by releasing blocks of a waiting request.
+        """Release fetched blocks of the last waiting request that has any; False if none can go.
 
-        Return False if nothing can be released.
-
-        The last request in the queue that has fetched blocks gives them up; with `space`, only
-        requests of that space are considered. If no request has fetched blocks, `first`, the next
-        request to admit, no longer reuses the block of which it shares only the first tokens.
+        With `space`, only requests of that space are asked. Without such a request, `first` no
+        longer copies a cached block that shares only its first tokens, which needs room, too.
         """
         if self._line.release_last_fetched(space):
             return True

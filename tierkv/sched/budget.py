@@ -117,7 +117,9 @@ class Budget:
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Run the body, which waits for storage, and end it when no seconds are left.
+        """Cancel the `with` block, which waits for storage, when the budget has no seconds left.
+
+        The seconds that the `with` block takes are subtracted from the budget.
 
         Raises:
             TimeoutError: no seconds are left.

@@ -570,9 +570,9 @@ class Copies:
     async def _store_leaving(
         self, leaving: Leaving, lease: Lease, first: int, stop: int, generation: int
     ) -> None:
-        """Write blocks to storage before the shrinking host tier removes their slots.
+        """Write host blocks [first, stop) to storage before the shrinking host tier loses them.
 
-        If a write takes longer than 1 second, this and later groups of blocks are removed without
+        After a write that takes longer than 1 second, the remaining blocks are removed without
         being stored.
         """
         node, stored = lease.node, [False] * (stop - first)
@@ -609,7 +609,10 @@ class Copies:
         return last, at
 
     async def _wait_for_other_copies(self, node: TreeNode, first: int, stop: int) -> bool:
-        """Wait for other tasks' copies of the blocks to the host; return whether all arrived."""
+        """Wait until no block of the range is being copied to the host by other tasks.
+
+        Return True if all blocks of the range are then ready on the host.
+        """
         path = Tier.HOST, node, first, stop
         while self._index.is_in(CopyState.INCOMING, *path).any():
             await self._work.next_change()

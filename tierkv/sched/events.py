@@ -194,10 +194,10 @@ class Subscription:
 
 
 class EventListener(Protocol):
-    """A receiver of events, called on the service's thread.
+    """A receiver of cache events (changes of cached blocks), called on the service's thread.
 
     Attributes:
-        wants_tokens: True if the receiver wants the blocks' tokens in the events.
+        wants_tokens: True if the events must contain the tokens of the blocks.
     """
 
     @property

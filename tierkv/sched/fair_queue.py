@@ -213,8 +213,8 @@ class WaitingLine:
     def admitted(self, waiting: Waiting) -> None:
         """Remove an admitted request from the queue.
 
-        If the next request of a lower priority is older than the admitted request, the lower
-        priority counts as passed over once more.
+        A lower priority whose next request arrived before the admitted request was passed over: the
+        count that protects this priority from starving is increased by one.
         """
         for priority, level in self._levels.items():
             if priority == waiting.priority:

@@ -110,7 +110,7 @@ class FetchGroups:
         self._reserved: Counter[str] = Counter()  # slots that are not in the index yet, by space
 
     async def acquire(self, count: int, space: Space) -> Ids | None:
-        """Acquire host slots; if there are none, wait as long as running copies will free some.
+        """Acquire free host slots; if there are none, wait for running copies that will free some.
 
         Args:
             count: upper limit of the number of slots, at least 1.
@@ -152,15 +152,15 @@ class FetchGroups:
         *,
         num_first: int = GROUP_BLOCKS,
     ) -> None:
-        """Fetch the next blocks of a prompt and insert them into the index, in order.
+        """Fetch blocks of a prompt in groups, and insert them into the index in order.
 
-        Two groups are fetched at a time, so that the store has work while one group is inserted. If
-        a block does not arrive, the call ends and `landed.problem` has the reason.
+        The next group is fetched while the previous group is inserted. If a block does not arrive,
+        the call ends and `landed.problem` has the reason.
 
         Args:
             prompt: the prompt of the blocks.
-            landed: the blocks of the prompt that are cached already; updated with each group.
-            keys: the storage keys of the blocks to fetch, which follow those of `landed`.
+            landed: the prompt's blocks that are in the index already; each inserted group is added.
+            keys: the storage keys of the blocks to fetch, which follow the blocks of `landed`.
             on_arrival: called each time that a whole group is in the index.
             num_first: number of blocks in the first group.
         """
@@ -413,7 +413,7 @@ class Fetched:
 
     @property
     def lacked_room(self) -> bool:
-        """True if the host had no room for the remaining blocks."""
+        """True if the fetch ended early because the host had no free slot for the next block."""
         return self.first_problem is NO_ROOM
 
     def release(self) -> None:
@@ -426,14 +426,16 @@ class Fetched:
 class Fetcher:
     """Fetches blocks from storage for the requests of one node.
 
-    If several calls need the same block, one of them fetches it; the other calls wait for its end.
+    If several calls need the same block, one of them fetches it; the other calls wait until it has
+    arrived or failed.
 
     Args:
-        tiers: the tiers to fetch into.
+        tiers: the tiers of the node; fetched blocks come to the host.
         storage: the storage tier.
-        estimator: the rule for fetching or computing; each fetch updates its estimate of storage's
-            speed.
-        source: the object to fetch blocks from; None for `storage`.
+        estimator: estimates if fetching or computing is faster; each fetch updates its estimate of
+            storage's speed.
+        source: the object from which blocks are read, for example other nodes' memory; None for
+            `storage`.
 
     Attributes:
         num_held: number of fetch results that have not been released yet.
@@ -491,21 +493,21 @@ class Fetcher:
         """Fetch the blocks of a prompt that are not cached here, in order without a gap.
 
         The call returns when all blocks have arrived, when `budget` is used up, or when computing
-        is estimated to be faster. A problem with storage is reported in `first_problem`, never
-        raised. After an early return the fetch continues until the budget's deadline, so that the
-        speed of storage is measured and later requests find the blocks. Cancelling the call leaves
-        nothing acquired.
+        is estimated to be faster. A problem with storage is reported in `first_problem` of the
+        result, never raised. A fetch that runs out of budget continues in the background for a
+        while, so that later requests find the blocks. If the call is cancelled, the blocks that it
+        fetched can be evicted.
 
         Args:
             prompt: the prompt of the wanted blocks.
             budget: the seconds that the request may still wait.
             on_arrival: called after each arrival of blocks, with the number of the prompt's first
                 blocks that are on the host by then.
-            promised: the keys of all blocks of the prompt, if a prefill node has stated that it
-                stored them; storage is then not asked whether it has them. () otherwise.
-            is_part: True if the caller fetches in several calls and reports the total time to the
-                estimator itself.
-            known: a recent answer of storage, used instead of a new lookup.
+            promised: keys of all blocks of the prompt, if a prefill node has stated that storage
+                has them: storage is then not asked. () if no node has.
+            is_part: True if this is one of several fetches whose total time the code that calls
+                this method reports to the estimator.
+            known: a recent answer of storage, used instead of a new lookup; None to look up.
 
         Returns:
             The blocks that arrived; call `release` on the result.

@@ -80,9 +80,10 @@ def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
 
 
 def _has_below(part: Victim, tier: Tier, forgotten: set[tuple[int, int]]) -> bool:
-    """Return whether evicting this part would leave cached blocks that no match can reach.
+    """Return True if later blocks of the same prompts would stay on the device after `part`.
 
-    `forgotten` has the (node uid, first block) of each part that the plan evicts without a copy.
+    Without `part`, no request could match the later blocks. `forgotten` has the (node uid, first
+    block) of the blocks that the plan evicts from the device without a copy.
     """
     if tier is Tier.HOST:
         return False  # a host victim has no descendant that is on the host only

@@ -74,9 +74,10 @@ class Promise(msgspec.Struct, eq=False):
         first: index of the first block that is not computed yet; grows with each commit.
         stop: index after the last promised block.
         started_at: start of the computation, in seconds of the loop's clock.
-        key: the index node that ends before block `first`, and the tokens of block `first`; waiting
-            requests find the promise by them.
-        first_computed: index of the first block that the request computes.
+        key: the index node before block `first` and the tokens of this block, under which waiting
+            requests find the promise; changes with `first`.
+        first_computed: index of the block with which the engine began; blocks before it were cached
+            or fetched.
         is_over: True once all blocks are computed, or the request has ended.
         num_waiting: number of requests that wait for these blocks.
     """
@@ -675,7 +676,7 @@ class Request(msgspec.Struct, eq=False):
         return own + len(self.refused)
 
     def private_slots(self) -> Ids:
-        """Return the blocks of the table that are not in the index, int32 [`num_private`]."""
+        """Return the request's device blocks that are not in the index, int32 [`num_private`]."""
         own = self.block_table[self.lease.num_blocks + self.has_given_tail :]
         if not self.refused:
             return own

@@ -264,14 +264,13 @@ _NO_SLOTS: Ids = np.zeros(0, np.int32)
 class Leaving:
     """The slots that a tier loses because it shrinks or is emptied.
 
-    A caller that acquires such slots gets other ones instead, because requests could otherwise use
-    them forever.
+    New blocks are not put in these slots, because the tier could otherwise never give them up.
 
     Attributes:
-        first: the lowest of these slots; all higher ones leave too.
+        first: the lowest of these slots; all slots with a higher number leave too.
         slots: the slots that are out of use already, as arrays of ids.
-        stores_first: True if blocks in these slots are stored before they are evicted, where the
-            write rule says so.
+        stores_first: True to write host blocks in these slots to storage before their eviction, if
+            the host's write policy requires that; False to evict them unwritten.
     """
 
     first: int

@@ -165,7 +165,9 @@ class Memory:
 
 @contextmanager
 def host_memory(device: Device, layout: Layout, num_slots: int) -> Iterator[HostSlots]:
-    """Allocate host slots, and free them at the end of the body. Blocks the calling thread.
+    """Allocate host slots, and free them at the end of the `with` block.
+
+    The calling thread is blocked meanwhile.
 
     Args:
         device: allocates the slots.

@@ -1,4 +1,4 @@
-"""The cache service: device, tiers, storage, scheduler, hand-off, and lookups."""
+"""`Service`, the cache of one model's KV on device, host and storage."""
 
 from __future__ import annotations
 
@@ -787,7 +787,9 @@ class Service:
         return await self.require_handoff().tickets.forget(ticket_id)
 
     async def acknowledge(self, ticket_id: str) -> None:
-        """Record that a ticket was claimed, for an engine that has used its prompt without `claim`.
+        """Record that a ticket was claimed.
+
+        Call this for an engine that has read the ticket's prompt by itself instead of by `claim`.
 
         Raises:
             HandoffError: the ticket does not exist.

@@ -213,7 +213,7 @@ class Session:
         deadline_s: float | None = None,
         sampling: Mapping[str, str] | None = None,
     ) -> Request:
-        """Wait for another node's prompt and for device blocks, and start to load the prompt.
+        """Wait until another node has published the prompt, admit the request, and start to load.
 
         Afterwards `ticket` is set. If no ticket came and `policy` lets the engine compute, `ticket`
         stays None and the request has fewer `cached_tokens`.
@@ -221,17 +221,18 @@ class Session:
         Args:
             ticket_id: id of the ticket.
             policy: how much of the prompt the engine may compute if it cannot be fetched.
-            deadline_s: seconds to wait for the ticket and then for free blocks, in total; None for
-                the setting `claim_deadline_s`.
-            sampling: names and values of the engine's sampling parameters. A ticket with other ones
-                is refused; None to accept any.
+            deadline_s: seconds to wait for the ticket and then for free device blocks, in total;
+                None for the setting `claim_deadline_s`.
+            sampling: names and values of the engine's sampling parameters. A ticket with other
+                parameters is refused; None to accept any.
 
         Returns:
             The running request. Its loads may not have ended; `loaded` waits for them.
 
         Raises:
             HandoffError: the prompt cannot be claimed; its reason is a HandoffProblem.
-            TierKVError: any error of `admit`.
+            TierKVError: the request was not admitted, for example because its id is in use or it
+                needs more blocks than the device has.
         """
         self._policy = policy
         self._service.require_handoff()
@@ -341,11 +342,11 @@ class Session:
             raise HandoffError(HandoffProblem.LOAD_FAILED.value, text) from error
 
     async def recover(self, problem: str, *, timeout_s: float, after: Sequence[Event] = ()) -> None:
-        """After a failed load, give the request new device blocks, and reuse the intact ones.
+        """After a failed load, admit the request again, with the blocks that the device still has.
 
         Afterwards, `failed_blocks` names the blocks that the engine has to compute. Tokens that
-        were not committed are lost. A publish that runs while the prompt is computed fails; it may
-        be started again.
+        were not committed are lost. A publish that stores blocks while the prompt is computed
+        fails; it may be started again.
 
         Args:
             problem: the reason why the load failed.
@@ -354,7 +355,8 @@ class Session:
 
         Raises:
             OwnershipError: the session has no blocks, is preempted, or is ending.
-            TierKVError: any error of `admit` or `loaded`; the request has ended.
+            TierKVError: the request was not admitted again, or a new load failed or took too long;
+                the request has ended.
         """
         request = self.running()
         size = self.spec.prompt.block_size
@@ -427,7 +429,9 @@ class Session:
         await self._service.scheduler.growth.extend(self.running(), num_tokens)
 
     async def preempt(self, *, after: Sequence[Event] = ()) -> None:
-        """Wait until no publish reads the blocks, and release the blocks until `resume`.
+        """Release the request's device blocks to other requests, once no publish reads them.
+
+        A later call of `resume` continues the request.
 
         Args:
             after: events of kernels that may still use the blocks.

@@ -591,11 +591,11 @@ class Room:
     def _evict(
         self, num_bytes: int, remove: Callable[[str], bool], *, is_refused: bool = False
     ) -> bool:
-        """Evict values until there is room for `num_bytes` more bytes, and some spare.
+        """Delete files until a value of `num_bytes` fits; return False if it still does not.
 
-        `remove` deletes the file at a path and returns True if there was one. `is_refused` is True
-        if the file system has refused a write of `num_bytes`, whatever it reports as free. The
-        result is True if this call removed enough bytes.
+        The least valuable files are deleted first. `remove` deletes the file at a path and returns
+        True if there was one; `is_refused` is True if the file system has just refused to write the
+        value.
         """
         counts = self._used.counts()
         parts, used = self._list_files()

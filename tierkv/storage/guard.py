@@ -415,10 +415,10 @@ class GuardedStore(StoreWrapper):
 
     @asynccontextmanager
     async def _within(self, deadline_s: float, *, writes: bool = False) -> AsyncIterator[None]:
-        """Cancel the body after `deadline_s` seconds.
+        """Cancel the `with` block after `deadline_s` seconds, and count the failures of the store.
 
-        Count this as a failure, and also a StoreUnavailableError of the body, except a
-        StoreRefusedError.
+        A timeout counts as a failure, and so does a StoreUnavailableError. A StoreRefusedError does
+        not, because the store has answered.
         """
         is_stuck = False
 
@@ -543,7 +543,11 @@ class GuardedStore(StoreWrapper):
             await asyncio.sleep(self._settings.probe_interval_s)
 
     async def _keep_probing_writes(self) -> None:
-        """While the store refuses writes, try to write a value as large as the refused one."""
+        """Find out when a store that has refused a write accepts writes again.
+
+        While the store refuses writes, write a test value of the refused size at regular intervals,
+        and delete it when the write has succeeded.
+        """
         # Callers may have stopped writing, so their writes alone would not show that the store
         # accepts writes again.
         while True:

@@ -275,9 +275,10 @@ def _check(
 
 
 def _check_without_key(content: bytearray, says: ValueIdentity, flags: int) -> None:
-    """Check the header of a signed or encrypted value whose key is not known.
+    """Check the header of a signed or encrypted value without its key.
 
-    The content cannot be checked, except that it must not be an ordinary value with changed flags.
+    DamagedValueError is also raised for an ordinary value whose header was changed to look signed
+    or encrypted.
     """
     at = _KEYED_HEADER_BYTES[flags]
     header, payload = memoryview(content)[:at], memoryview(content)[at:]

@@ -287,10 +287,10 @@ def check_limit(limit: int) -> None:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return `prefix` if it is a valid name, with or without one colon at its end.
+    """Return `prefix` if the names of stored values can begin with it.
 
     Raises:
-        BadRequestError: the prefix is not valid.
+        BadRequestError: `prefix` is neither a valid name nor a valid name with a colon after it.
     """
     check_name(prefix.removesuffix(":"))
     return prefix

@@ -53,7 +53,10 @@ class Deletions:
         return ""
 
     def check(self, generation: int) -> None:
-        """Check that no deletion has begun since `generation` was read.
+        """Raise an error if a deletion of the stored values has begun since `generation` was read.
+
+        Args:
+            generation: an earlier value of the attribute `generation`.
 
         Raises:
             StoreRefusedError: a deletion has begun.

@@ -562,11 +562,11 @@ class Mover:
         closing.result()
 
     async def reopen(self, planes: Planes) -> None:
-        """Open the queues again after `suspend`.
+        """Allow copies between host and device again after `suspend`.
 
         Args:
-            planes: the memory of the device blocks from now on; the number of blocks may have
-                changed.
+            planes: the memory of the device blocks from now on; the number of blocks may differ
+                from that before `suspend`.
         """
         assert not self._lanes, "reopened only when suspended"
         self._planes = planes
@@ -655,10 +655,10 @@ class Mover:
         return movement
 
     def _follow(self, movement: Movement, counts: Direction | None) -> None:
-        """End the movement when its last event is done, and add its bytes to those of `counts`.
+        """End the movement when its copy is done, and count its bytes as loaded or offloaded.
 
-        A load or an offload ends in a later turn of the loop. `counts` is None for a copy within
-        the device: its bytes are not counted, and a copy that is already done ends at once.
+        `counts` is the direction of the copy; None for a copy within the device, which is not
+        counted.
         """
         submission, is_long = movement.submission, movement.num_bytes > _SHORT_BYTES
         loop, events = asyncio.get_running_loop(), _events_of(submission)

@@ -631,10 +631,9 @@ class StorageIO:
             self._toucher.used(names)
 
     async def _sizes_of(self, keys: Sequence[StoredKey], tried: int) -> list[int | None]:
-        """Ask the store by how many ranks each block was written, one slice per rank.
+        """Ask the store for each block how many ranks have written it; None if no number is found.
 
-        The result has a number of ranks for each block; None if no number of ranks that this node
-        and its peers have fits the stored slices. The number `tried` is not asked for.
+        The candidates are the numbers of ranks of this node and of its peers, without `tried`.
         """
         sizes = [n for n in (self.slices.size, *self.slices.peer_tensor_parallel) if n != tried]
         if not sizes or not keys:

@@ -198,7 +198,8 @@ class StorageTier:
             names: makes the names of these blocks in storage.
             layout: the second layout, for example of another cache group.
             host: host slots of the second layout.
-            own: short form of the service's fingerprint. Its codec encodes these blocks, too.
+            own: short name of the service's own fingerprint; blocks of the second layout are
+                encoded with the codec (encryption key) of this fingerprint.
             block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
         """
         codecs = self.options.codecs

@@ -130,9 +130,10 @@ class DirectServer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Answer questions while the body runs; at its end close all connections.
+        """Answer the questions of claimers during the `with` block.
 
-        The blocks of the last answers are then no longer protected from eviction.
+        At its end all connections are closed, and the blocks of the last answers lose their
+        protection from eviction.
         """
         async with self._threads.running():
             try:

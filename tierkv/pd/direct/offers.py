@@ -250,11 +250,11 @@ class Offers:
         return None
 
     def add(self, digest: bytes, offer: Offer) -> None:
-        """Add a block in a producer's host tier to the list.
+        """Record that a producer has a block in its host tier, so that fetches read it from there.
 
         Args:
             digest: `StoredKey.digest` of the block.
-            offer: the block.
+            offer: the producer, and the block's address and header.
         """
         self._of.setdefault(digest, []).append(offer)
 

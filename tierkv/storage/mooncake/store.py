@@ -306,7 +306,12 @@ class MooncakeValues:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _put_one(self, item: PutItem, state: int) -> PutOutcome | None:
-        """Return the outcome for one item, written here if need be; None to write it in a batch."""
+        """Write one item, if it cannot be part of a batch, and return the outcome.
+
+        The result is None if the caller must write the item in a batch. `state` is Mooncake's
+        answer to the question if a value of this name exists: 1 if it exists, 0 if not, or an error
+        number.
+        """
         if not item.num_bytes:
             reason = f"{item.name} is empty, and Mooncake stores no empty values"
             return PutOutcome(PutStatus.FAILED, reason)
@@ -535,10 +540,11 @@ class MooncakeStore(BaseStore):
         self._pools: Sequence[memoryview] = ()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
-        """Set the memory from which and into which values are copied, before the store is opened.
+        """Set the memory that values will be read into and written from.
 
-        Over RDMA, the memory is registered with the network card. A value in other memory is copied
-        through a small buffer; if it is larger than that buffer, reading or writing it fails.
+        Call this method before `running()`. Over RDMA, the memory is registered with the network
+        card. A value in other memory is copied through a small buffer; if it is larger than that
+        buffer, reading or writing it fails.
 
         Args:
             pools: the memory, such as all host slots.

@@ -412,11 +412,10 @@ def _is_cut(reply: Reply | Unanswered) -> bool:
 
 
 def _parse_cursor(cursor: str | None) -> list[int]:
-    """Return the numbers in a listing's cursor; [0] if `cursor` is None (a new listing).
+    """Return the numbers in a listing's cursor; [0] for None, which starts a listing.
 
-    The first number is the cursor of SCAN on the server that is being listed. Each other number is
-    the CRC of a server's address: first the servers that are completely listed, then the server
-    that is being listed.
+    The first number is SCAN's cursor on the current server. The others are CRCs of server
+    addresses: the servers already listed, and last the current server.
     """
     if cursor is None:
         return [0]

@@ -130,10 +130,10 @@ class PlainPipe:
 
 
 class TlsPipe:
-    """A socket with TLS. One call reads into one buffer or writes one buffer.
+    """A socket with TLS. Each call reads into one buffer or writes one buffer.
 
-    OpenSSL requires that an incomplete write is repeated with the same bytes and length; another
-    length fails with "bad length". `write` therefore repeats it before it sends other bytes.
+    OpenSSL requires that an incomplete write is repeated with the same bytes and length. `write`
+    therefore completes the earlier write before it begins with other bytes.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -377,7 +377,7 @@ class WireRequest:
         return self.into is None and self.bulk_bytes > _LONG_BYTES
 
     def make_ready(self) -> None:
-        """Fill in the missing bytes of `pieces` with `complete`; further calls do nothing."""
+        """Complete the bytes to send, for example with a checksum. Further calls do nothing."""
         if self.complete is not None:
             self.complete()
             self.complete = None
@@ -601,9 +601,8 @@ class Wire:
 
         Args:
             request: the request. The connection uses its buffers until the outcome is set.
-            since: time on the event loop's clock at which the request was ready. The request's time
-                limit counts from this time. If connecting took longer than half of the limit, half
-                of it is left.
+            since: time on the event loop's clock, in seconds, from which the request's time limit
+                counts. At least half of the time limit remains after this call.
         """
         assert not self.is_lost, "a lost connection takes no requests"
         if not self._in_flight:
@@ -647,12 +646,13 @@ class Wire:
         await self._room.wait()
 
     def close(self, failure: Unanswered) -> None:
-        """Close the socket, and let the owner retry or fail the requests in flight.
+        """Close the socket. Further calls do nothing.
 
-        A repeated call does nothing.
+        Requests without a reply go back to the owner of the connection, which retries or fails
+        them.
 
         Args:
-            failure: the reason for the owner, see `Owner.requeue`.
+            failure: the reason why the connection ended, for the owner.
         """
         if self.is_lost:
             return
