@@ -76,7 +76,7 @@ class GGUFFile:
             self._at = 0
             self._read()
         except FileNotFoundError as error:
-            raise ConfigError(f"the model {path} does not exist: give a path that does") from error
+            raise ConfigError(f"the model {path} does not exist: give an existing path") from error
         except (OSError, ValueError, KeyError, OverflowError, MemoryError, struct.error) as error:
             raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
 
