@@ -671,7 +671,7 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def num_private(self) -> int:
-        """Number of blocks of the table that are not in the index."""
+        """Number of device blocks that only this request has: they are not in the index."""
         own = len(self.block_table) - self.lease.num_blocks - self.has_given_tail
         return own + len(self.refused)
 
