@@ -318,15 +318,17 @@ class SessionEngine(ABC):
         """Compute `chunk`, the next tokens of `run`, and write their KV into the request's blocks.
 
         The method also waits for cached tokens that are being loaded, layer by layer or all at
-        once. It sets `run.is_loaded` and `run.call_s`, and `run.chosen_logprobs` if the job asks
-        for log probabilities. A cancel is raised only after the model no longer uses the blocks.
+        once. The fields `is_loaded` and `call_s` of `run` are set, and `chosen_logprobs` if the job
+        asks for log probabilities. A cancel is raised only after the model no longer uses the
+        blocks.
 
         Args:
             run: the request. Its first `run.num_fed` tokens are cached or computed.
             chunk: token ids, int32 [n], n at least 1.
 
         Returns:
-            The token that follows `chunk`; None if `chunk` does not end with the last known token.
+            The token that the model chooses after `chunk`; None if the prompt, or the answer so
+                far, continues after `chunk`.
 
         Raises:
             TransferError: cached tokens could not be loaded.

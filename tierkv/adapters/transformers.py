@@ -261,7 +261,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._set_length(0)
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        """Raise BadRequestError: the call needs several sequences, and the cache has one."""
         raise BadRequestError(_ONE_ROW)
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
@@ -371,10 +370,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
     memory or in the store, and computes the rest. Afterwards the KV of all tokens is cached,
     including the generated tokens. Blocks that the store does not deliver in time are computed.
 
-    A cache has one sequence at a time: one row, no beams, no padding. Inputs other than token ids
-    that change keys and values (images, embeddings, token types) are refused. A loop of your own
-    over `model(...)` works inside `with cache.sequence():`; the model then returns logits only for
-    the tokens that it computed, not for cached tokens.
+    A cache has one sequence at a time: one row, no beams, no padding. Images, embeddings and token
+    types are refused, because tierkv finds KV by token ids alone. To call `model(...)` in a loop
+    instead of `generate`, put the loop into `with cache.sequence():`. The model then returns logits
+    only for the tokens that it computed, not for cached tokens.
 
     Attributes:
         last_hit: the sources of the KV of the last sequence's tokens.

@@ -830,7 +830,8 @@ class _SchedulerSide:
     def _offered(self, tracked: _Tracked, num_computed: int, found: Found) -> int | None:
         """Return how many of the found tokens to load; 0 if they are too few to be worth a load.
 
-        The result is None if the request's ticket is lost: look up again without it.
+        None means that the request's ticket could not be claimed: the lookup must be repeated
+        without the ticket.
         """
         request, name = tracked.request, tracked.request.request_id
         if found.problem is not None and tracked.claims is not None:
@@ -1284,11 +1285,6 @@ class _SchedulerSide:
     def _names(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> Sequence[Sequence[ExternalId | None]]:
-        """Return vLLM's hash of each block in `block_ids`, for each cache group.
-
-        `firsts` has the position in the prompt of each group's first block. The result is () if the
-        hashes are not used.
-        """
         if self._publishes_events or self.cache.sees_host:
             return self._hashes(request, block_ids, firsts)
         return ()

@@ -222,11 +222,14 @@ class EvictionOrder:
         return node, stop - max_blocks if max_blocks < stop else 0, stop
 
     def victims(self, count: int) -> list[Victim]:
-        """Return the blocks that would be evicted next, at most `count`; evict none.
+        """Return the blocks that would be evicted next, in the order of eviction; evict none.
 
-        A `Victim` is a range of blocks of one node. The result is in the order of eviction, and of
-        each node the last blocks come first. If fewer than `count` blocks can be evicted, all of
-        these are returned.
+        Each `Victim` is a range of blocks of one index node. The last blocks of a node are evicted
+        before its first ones.
+
+        Args:
+            count: largest number of blocks in the result. If fewer can be evicted, the result has
+                all of these.
         """
         victims: list[Victim] = []
         tier = self.tier

@@ -144,14 +144,15 @@ class Spaces:
         return self._roots.get(node.space.name) is not node
 
     def set_quota(self, space: Space, quota: Quota, kinds: EvictionKinds = _BY_USE) -> None:
-        """Set the quota of a space, and evict nothing yet.
+        """Set the quota of a space. The call evicts nothing, even if the space exceeds the quota.
 
         The call visits all nodes of a space that had no quota before.
 
         Args:
             space: the space.
             quota: largest number of blocks on device and host; None for no limit.
-            kinds: eviction policies of device and host; used when the space exceeds its quota.
+            kinds: eviction policies of device and host that choose which of the space's blocks are
+                evicted to keep the quota; ignored if the space has a quota already.
         """
         space.quota = quota
         if not space.has_quota:

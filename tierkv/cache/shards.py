@@ -240,10 +240,10 @@ class ShardScheme:
     def _holder(
         self, plane: Plane, at: int, writers: int, nearest: Shard
     ) -> tuple[Shard, int, int]:
-        """Return a writing rank's shard that has byte `at` of a plane, and the shard's byte range.
+        """Return a shard of the `writers` ranks that has byte `at` of a plane, and its byte range.
 
-        `at` and the range count the bytes of all heads of one token. With several such ranks,
-        `nearest` is preferred. `writers` is the number of ranks that have written slices.
+        Bytes are counted within one token with the heads of all ranks; `nearest` is returned if it
+        has the byte.
         """
         for shard in (nearest, *(Shard(rank, writers) for rank in range(writers))):
             start, stop = self._range(plane, shard)

@@ -70,10 +70,6 @@ def config(names: tuple[str, ...], *, role: str, path: Path | None, as_json: boo
 
 
 def _chosen(names: Sequence[str], known: Sequence[str], values: Mapping[str, Any]) -> Sequence[str]:
-    """Return the settings with the given names; all settings if `names` is empty.
-
-    The name of a table stands for all settings in the table.
-    """
     for name in names:
         if name not in known:
             raise ConfigError(f"there is no setting {name}{suggestion(name, known)}")

@@ -137,10 +137,6 @@ class ChatPrompts:
         self.num_tokens = count(self._chat(self._text)["tokens"])
 
     def _chat(self, *turns: str) -> Fields:
-        """Return the tokens of a chat, as the fields of a request.
-
-        The first of `turns` is the user's, the next the assistant's, and so on.
-        """
         roles = ("user", "assistant")
         messages = [{"role": roles[at % 2], "content": turn} for at, turn in enumerate(turns)]
         return {"tokens": self._tokenizer.encode_chat(messages)}

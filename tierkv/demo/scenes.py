@@ -167,7 +167,6 @@ class Play:
         return await self._compare(title, self._prompt, answer, tail_tokens)
 
     async def _direct_hand_off(self) -> Scene:
-        """Play a hand-off in which `decode_2` reads blocks from the memory of `prefill_2`."""
         claim, tail_tokens = await self._published(self._nodes.prefill_2)
         node = self._nodes.decode_2
         answer = node.client.decode(claim)
@@ -253,11 +252,6 @@ class Play:
         tail_tokens: int,
         at: NodeProcess | None = None,
     ) -> Scene:
-        """Await the answer `asked`; compare it with the single node's answer to the prompt.
-
-        The returned scene also has the bytes that the node `at` moved meanwhile; None for the
-        decode node.
-        """
         where = at or self._nodes.decode
         before = await _moved(where)
         answer = await asked

@@ -119,7 +119,7 @@ class Embedded:
         return self._thread.exchange.poll()
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until a call that `poll` has not yet returned ends, or for `timeout_s` s.
+        """Block until `poll` can return a finished call, at most `timeout_s` seconds.
 
         Returns:
             True if a call has finished; False after the timeout.

@@ -1266,7 +1266,6 @@ class EngineCache:
             self._polled.saved.append(step.key)
 
     def _finish_if_saved(self, known: _RequestState) -> None:
-        """Publish the ticket of a request when all saves of its prompt have ended."""
         publish = known.publish
         if publish is None or publish.first_tokens is None or known.num_saves:
             return

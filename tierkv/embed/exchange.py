@@ -249,7 +249,7 @@ class Exchange:
         return [call for call in done if self._finished.pop(call.number, None) is not None]
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until a call that `poll` has not yet returned ends, or for `timeout_s` s.
+        """Block until `poll` can return a finished call, at most `timeout_s` seconds.
 
         Returns:
             True if a call has finished; False after the timeout.

@@ -777,10 +777,10 @@ class _Engine:
         return _packed(result, self._numbers)
 
     async def _reserve(self, counts: Sequence[int]) -> list[Any]:
-        """Reserve host slots for saves of this engine, in each cache group.
+        """Reserve `counts[i]` host slots of each cache group i, for blocks that this engine saves.
 
-        `counts` are the numbers of slots. Return the slots, and the numbers of slots that this
-        engine may reserve from now on.
+        Return two lists with one element per cache group: the slots, and the largest number of
+        slots that this engine may have reserved at a time from now on.
         """
         before, self._allowed = self._allowed, self._share()
         parts = zip(counts, before, self._allowed, strict=True)

@@ -636,10 +636,6 @@ async def _tokenize(delivery: Delivery) -> None:
 
 
 async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
-    """Try once to get the tokens of the answer that the gateway does not have yet.
-
-    They come from a hand-off between two nodes, or from one node alone.
-    """
     job = delivery.job
     nodes = _continuing_nodes(delivery)
     everybody = delivery.some_of(nodes)

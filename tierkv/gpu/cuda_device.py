@@ -135,7 +135,6 @@ class CudaPeer:
 
 
 def _unit(layout: Layout, start: int, stop: int) -> Unit:
-    """Return the part of a copy that has all layers of its blocks [start, stop)."""
     return Unit(range(layout.num_layers), 0, layout.block_bytes, start, stop)
 
 

@@ -8,12 +8,12 @@ units. The GPU's copy engine moves the bytes of a block as one piece. A kernel d
 bytes over the planes (scatter), or collects them from the planes (gather). While the kernel works
 on one unit, the copy engine moves the next.
 
-If the planes are at equal distances, the copy engine can move a block as a rectangle, without ring
-and kernel. The first blocks of a copy are moved in this way.
+If the planes lie at equal distances in device memory, the copy engine can move a block between slot
+and planes with one command, without ring and kernel. The first blocks of a copy are moved directly
+in this manner if no earlier copy runs.
 
-Kernels could also access host memory directly, without staging. Such kernels were as fast as the
-copy engine in one direction, but fell to 66 % of that speed with copies in both directions, and
-slowed a matmul on the same GPU by 14 to 106 % (H200).
+Kernels do not access host memory themselves, because such kernels slowed a matmul on the same GPU
+by 14 to 106 % (H200).
 """
 
 from __future__ import annotations

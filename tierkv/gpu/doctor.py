@@ -213,7 +213,7 @@ _COPY_BYTES = 64 << 20
 
 
 def copy_finding() -> Finding:
-    """Measure how fast one thread copies host memory; a node whose device is the CPU copies so."""
+    """Measure how fast one thread copies host memory: the copy speed of the device "cpu"."""
     source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
     took = []
     for _ in range(3):

@@ -46,8 +46,6 @@ class DriverError(Exception):
 
 
 class _Attributes(ctypes.Structure):
-    """The CUDA driver's struct CUmemcpyAttributes, which describes the copies of one batch."""
-
     _fields_ = (
         ("source_order", ctypes.c_uint),
         ("source_hint", ctypes.c_int * 2),

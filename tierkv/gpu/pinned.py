@@ -240,11 +240,7 @@ def _is_good(pin: Future[None]) -> bool:
 
 
 def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
-    """Divide the slots into chunks that begin and end at page boundaries.
-
-    Two chunks may not share a page. No slot lies in two chunks, since the copy engine cannot copy a
-    piece that lies in two chunks.
-    """
+    """Divide the slots into chunks to pin; each starts at a page boundary and has whole slots."""
     least = _PAGE // gcd(stride, _PAGE)
     step = max(chunk_bytes // (stride * least), 1) * least
     return [

@@ -154,16 +154,16 @@ class PagedStep:
         blocks, offsets: int64 [tokens], the device block of each token, and the token's index
             within the block.
         wanted: int64 [n], indices into `ids` of the tokens whose logits are wanted.
-        parts: The runs in order, divided into parts; one call of the attention function computes a
-            part.
+        parts: the requests in order, divided into parts; the attention function is called once for
+            each part.
 
     Args:
         runs: For each request, its consecutive tokens to compute; no request appears twice.
         block_size: Number of tokens of a block.
         device: The device of the planes.
         before_layer: Called with the number of each layer before the layer's planes are used.
-        pads: True to compute the leading runs of one token each in one part, padded to equal
-            length.
+        pads: True to put all requests at the start of `runs` that compute one token into one part,
+            padded to the length of the longest. False for one request per part.
     """
 
     def __init__(

@@ -57,9 +57,12 @@ class NotReadyError(TierKVError):
 
 
 class AnswerError(TierKVError):
-    """The base class of errors with an HTTP status, a code and a title of their own.
+    """Base class of errors that define their own HTTP error answer.
 
-    Each derived class sets the three values for its error answer, and has no row in `ERRORS`.
+    Attributes:
+        status: HTTP status.
+        code: stable name of the error, for programs.
+        title: summary of the kind of error, for people.
     """
 
     status: int

@@ -118,9 +118,9 @@ class Portions:
     ) -> None:
         """Fetch blocks through staging slots, a group at a time, until the request has all blocks.
 
-        `outcome` gets the reason why the fetch ended early, or None, unless the caller has set it.
-        `has_slots` is set once there are staging slots. The call returns when all copies to the
-        device have ended.
+        When all copies to the device have ended, `outcome` gets None or the reason for an early
+        end; a result set by other code before ends the fetch. `has_slots` is set once staging slots
+        are acquired.
         """
         try:
             for load in request.loads:

@@ -798,7 +798,11 @@ class Tickets:
             await self.notify(ticket.ticket_id, FAILED)
 
     async def _claim_name(self, ticket: Ticket | OpenTicket, generation: int | None = None) -> None:
-        """Write the ticket under its id; raise if the id is in use for another prompt."""
+        """Write a ticket under its id; raise DuplicateRequestError if another prompt uses the id.
+
+        With `generation`, the ticket is refused if stored blocks were deleted since that value of
+        `Deletions.generation`.
+        """
         if generation is None:
             generation = self._storage.deletions.generation
         if not await self.put(ticket, only_new=True, generation=generation):

@@ -1,10 +1,10 @@
 """Admission of requests: the queue for device blocks, and the start of admitted requests.
 
-A waiting request needs room on the device and within the quota of its space (the part of the index
-for one fingerprint), or waits for blocks that another request computes (`Admissions`). A start
-acquires device slots and begins loads from the host (`Starts`). A running request can wait for more
-blocks (`Growth`). `Admissions.pump` runs whenever blocks may have become free. The wait for
-storage, which comes before, is in `fetch.py`.
+`Admissions` lets a request wait until the device and the quota of the request's space (the part of
+the index for one fingerprint) have room, or until another request has computed shared blocks.
+`Starts` acquires the device slots of an admitted request and begins loads from the host. `Growth`
+gives more blocks to running requests. `Admissions.pump` runs whenever blocks may have become free.
+Blocks are fetched from storage before a request comes here.
 """
 
 from __future__ import annotations
@@ -276,10 +276,6 @@ class HostLoads:
         end()
 
     def _fail(self, load: Load) -> None:
-        """Remove the blocks of a failed load from the device.
-
-        The loads in `load.below`, which copy later blocks of the same prefix, fail first.
-        """
         if load.is_failed:
             return
         load.is_failed = True
@@ -723,16 +719,16 @@ class Growth:
         """Extend a request's block table by blocks for `num_tokens` tokens more.
 
         These tokens follow the prompt and the committed tokens. The call waits until all the blocks
-        are free. Until then, no waiting request is admitted. If the blocks are lacking only because
-        of the quota of the request's space, this applies only to requests of the same space.
+        are free. No waiting request is admitted during this wait; if only the quota of the
+        request's space is exhausted, requests of other spaces are admitted.
 
         Args:
             request: the running request.
             num_tokens: number of tokens, at least 0.
 
         Raises:
-            OutOfBlocksError: all running requests wait for more blocks, and this one is chosen to
-                release its own: call `preempt`.
+            OutOfBlocksError: all running requests wait for more blocks, and this request is chosen
+                to release its own: call `preempt`.
             RequestTooLargeError: the device, or the quota of the request's space, is too small.
             BadRequestError: `num_tokens` is negative.
             OwnershipError: the request has ended.

@@ -609,10 +609,6 @@ class Copies:
         return last, at
 
     async def _wait_for_other_copies(self, node: TreeNode, first: int, stop: int) -> bool:
-        """Wait until no block of the range is being copied to the host by other tasks.
-
-        Return True if all blocks of the range are then ready on the host.
-        """
         path = Tier.HOST, node, first, stop
         while self._index.is_in(CopyState.INCOMING, *path).any():
             await self._work.next_change()

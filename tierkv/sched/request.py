@@ -792,9 +792,7 @@ class Running:
         return request in self.ending or self.by_id.get(request.request_id) is request
 
     def of_space(self, space: str) -> SpaceUse:
-        """Return the numbers of running requests and their blocks in a space.
-
-        0 for an unused space.
+        """Return the counts of a space's requests and blocks; all are 0 if the space is not in use.
 
         The caller must not change the result.
         """

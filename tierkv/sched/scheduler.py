@@ -279,8 +279,8 @@ class Scheduler:
     async def load_ahead(self, prompt: Prompt) -> None:
         """Load the blocks of `prompt` from the host to the device before a request needs them.
 
-        The call returns when they have arrived. It does nothing if there is no room, or if a
-        request waits for room. Cancelling the call does not stop the copy.
+        The call returns when the blocks have arrived. If the device has no room, a request waits,
+        or admissions are paused, the call does nothing. Cancelling the call does not stop the copy.
 
         Raises:
             TransferError: the copy failed.

@@ -283,10 +283,10 @@ class Leaving:
 
 
 class Slots:
-    """The slots of device and host that no block of the index has: free ones and lent ones.
+    """The free and the lent slots of device and host: those that no block in the index has.
 
-    A slot is lent while a copy uses it before or after it belongs to a block in the index. `verify`
-    adds up free, indexed and lent slots to find lost ones.
+    A lent slot is used by a copy; its block is not in the index yet, or was evicted during the
+    copy. Every slot is free, lent or in the index; `verify` counts all three to find lost slots.
 
     Attributes:
         pools: by tier, the free slots.

@@ -336,15 +336,14 @@ class Service:
         return self._storage_tier.store
 
     async def attach_storage(self, store: str | Store, *, tenant: str = "") -> None:
-        """Open a store and use it from now on. It replaces a store attached for the same tenant.
+        """Open a store, and use it from now on instead of the tenant's earlier store, if any.
 
         If the new store cannot be opened, the earlier store stays attached.
 
         Args:
             store: the store, or its URL.
-            tenant: short form of the fingerprint whose blocks go to this store: the result of
-                `open_fingerprint`, or `Fingerprint.short` of the service's own fingerprint. ""
-                attaches the common store, which contains all tickets, and the blocks of all
+            tenant: short name of the fingerprint whose blocks go to this store, as returned by
+                `open_fingerprint`. "" attaches the common store, for all tickets, and for blocks of
                 fingerprints without a store of their own.
 
         Raises:

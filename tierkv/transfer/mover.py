@@ -162,6 +162,9 @@ class EventPoller:
     def call_if_done(self, event: Event, on_done: OnDone) -> bool:
         """Call `on_done` at once if an event is done or has failed.
 
+        Use this in a later turn of the event loop than the one that submitted the work, because
+        `on_done` would otherwise run before the submitting code has returned.
+
         Args:
             event: the event to test.
             on_done: called with None if the event is done, or with its error. An exception from

@@ -785,14 +785,14 @@ class StorageIO:
             keys: keys of the blocks.
             slot_ids: int32 [len(keys)], the slots. Their content must stay unchanged until the call
                 has returned.
-            worth: value of each block to later requests. If too many writes are waiting, the blocks
-                of least value are dropped. None is the highest value, for blocks that a request
-                waits for.
-            notes_tails: True to also record the tails among the blocks in the store's lists of
-                tails, by which later prompts find them; False if the caller records them.
-            generation: value of `deletions.generation` when the blocks were computed or queued,
-                which increases when stored blocks are deleted; None for the present value. Blocks
-                from before a deletion are not written.
+            worth: value of each block to later requests: if too many writes are waiting, the blocks
+                of least value are dropped. None gives all blocks the highest value, for a request
+                that waits for the write.
+            notes_tails: True to add the tails (partial last blocks) to the lists in the store by
+                which later prompts find tails; False to write only the blocks.
+            generation: value of `deletions.generation` (number of deletions of stored blocks) when
+                the blocks were computed. After a later deletion, nothing is written. None for the
+                value at the call.
 
         Returns:
             One outcome per key. All are FAILED if a deletion forbids the write.

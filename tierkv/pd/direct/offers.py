@@ -207,8 +207,8 @@ class Offers:
         stats: counts of the node's hand-offs.
 
     Attributes:
-        reads_memory: True if the kernel is known to let this process read the memory of other
-            processes of this machine.
+        reads_memory: True while this process can probably read the memory of other processes of
+            this machine; False once the kernel has forbidden a read.
         engine: reads from nodes on other machines; None if it does not run.
     """
 
