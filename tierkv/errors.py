@@ -54,7 +54,7 @@ class OverQuotaError(OutOfBlocksError):
 
 
 class OwnershipError(TierKVError):
-    """The state of a request, lease or device does not allow this call: correct the caller.
+    """The state of a request, lease or device forbids this call: correct the code that calls.
 
     The call changed nothing.
     """

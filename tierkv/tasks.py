@@ -1,4 +1,4 @@
-"""Task groups, background tasks, deadlines, and waits that treat a cancel otherwise than asyncio.
+"""Task groups, background tasks, deadlines, and waits that handle a cancel in their own way.
 
 When the waiting task is cancelled, `outlast` waits until the work has ended, and `abandonable`
 stops waiting at once, although the work may still run.

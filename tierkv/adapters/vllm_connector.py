@@ -167,12 +167,12 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         ticket_ttl_s: seconds that a ticket can be used.
         promise_ttl_s: seconds for which found blocks stay on the host for a request that vLLM does
             not schedule.
-        session_ttl_s: seconds after a turn of a session in which the turn's blocks on the host are
-            evicted last; 0 to treat them like all other blocks.
-        min_tokens: smallest number of cached tokens to load; fewer are computed instead. If the
-            device lacks at most one block of a prompt, vLLM computes this block. Without a store, a
-            partial block is loaded only together with the full block before it. These limits do not
-            apply to a prompt with a ticket.
+        session_ttl_s: seconds for which, after each turn of a session, the host evicts the turn's
+            blocks only after all other blocks; 0 to treat them like other blocks.
+        min_tokens: smallest number of cached tokens to load; vLLM computes fewer tokens itself.
+            With host memory in vLLM's process, vLLM also computes the missing tokens if they fit in
+            one block. Without a store, a partial block is loaded only together with the full block
+            before it. None of this applies to a prompt with a ticket.
         prefix: prefix of all names in the store.
     """
 

@@ -38,11 +38,10 @@ def content_of(body: PromptBody, tokens: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    """The result for one key, or a pending future while a call computes the result.
+    """The result of a call with an idempotency key, or a pending future while the call runs.
 
     Attributes:
-        content: Digest of the content of the call that computes the result.
-        outcome: The result; not done while the call runs.
+        content: Digest of the call's content; another call with the same key must have the same.
         expires_at: Time at which the result is removed, in seconds of the clock of `Once`; 0 before
             `Once.release`.
     """

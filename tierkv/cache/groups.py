@@ -94,12 +94,15 @@ class CacheGroup:
         return self.layout.block_size
 
     def needed(self, num_tokens: int, have_tokens: int = 0) -> range:
-        """Return the positions of the blocks that a prefix of a prompt needs.
+        """Return the positions of the blocks that an engine needs to reuse a prefix of a prompt.
+
+        Full attention needs all blocks of the prefix, a sliding window those within the window, and
+        recurrent state only the last block.
 
         Args:
             num_tokens: number of tokens of the prefix.
-            have_tokens: number of first tokens whose blocks the engine has already, which are then
-                left out.
+            have_tokens: number of leading tokens that the engine has already; the blocks that only
+                these tokens fill are left out.
         """
         size = self.layout.block_size
         stop = -(-num_tokens // size)

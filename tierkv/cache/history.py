@@ -56,10 +56,7 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
     """An event, with the tokens of the consecutive blocks that it is about.
 
     Attributes:
-        event: the event.
-        packed: packed tokens of the blocks and perhaps of others; shared with the index.
-        start: byte offset in `packed` of the blocks' first token.
-        stop: byte offset after the blocks' last token.
+        packed: packed tokens, from which the event's blocks have bytes [start, stop).
         extras: extra keys (identity of media) by block index.
         longer: events about more blocks that begin with the same block, newest first.
     """

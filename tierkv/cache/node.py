@@ -805,8 +805,8 @@ class TreeNode:
     def put_tokens(self, packed: bytes, start: int, stop: int) -> None:
         """Set the node's tokens to packed[start:stop].
 
-        The node shares the memory of `packed` if its tokens are at least 8/9 of it; else they are
-        copied.
+        The tokens are copied if they are less than 8/9 of `packed`. Otherwise the node refers to
+        `packed`, which must not change.
 
         Args:
             packed: packed tokens, for example of a whole prompt.

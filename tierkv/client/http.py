@@ -112,11 +112,11 @@ class Http:
         where: The node's address, for error messages.
 
     Args:
-        url: URL of the node; see `node_url`.
+        url: URL of the node: http://, https:// or unix:/path, without user and password.
         token: A bearer token; None without authentication.
         tls: TLS context for https; None trusts the system's authorities.
-        max_connections: Largest number of connections; 0 for no limit. A request that needs one
-            more waits for a free one.
+        max_connections: Largest number of connections; 0 for no limit. If all are in use, a further
+            request waits until one is free.
         connect_s: Seconds within which a connection must be made.
 
     Raises:

@@ -154,23 +154,27 @@ class Embedded:
     ) -> Call[Admitted]:
         """Allocate device blocks for a request, and load the cached part of the prompt into them.
 
-        While too few blocks are free, the request waits in the scheduler's queue. If some cached
-        blocks cannot be loaded, the request is admitted nevertheless, and `Admitted.failed_blocks`
-        names them. After a refused or cancelled call there is no such request, and no block is
-        allocated for it.
+        While too few blocks are free, the request waits in the scheduler's queue. Cached blocks
+        that cannot be loaded do not prevent the admission: `Admitted.failed_blocks` has their
+        numbers, and the engine computes them. A refused or cancelled call leaves neither a request
+        nor allocated blocks.
 
         Args:
             request_id: the engine's name of the request. The call is refused with
                 DuplicateRequestError while another request has this name.
             tokens: the prompt.
-            max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
-            uses_cache: False to compute every token and cache none.
+            max_new_tokens: number of tokens beyond the prompt for which blocks are allocated, too.
+            uses_cache: False to compute every token of the prompt, and to keep no blocks for later
+                requests.
             priority: requests with a higher priority are admitted first.
             until: LOADED: the call is done when the cached tokens are loaded. ADMITTED: the call is
                 done when the blocks are allocated.
 
+        Returns:
+            A call whose result has the request's blocks and its number of cached tokens.
+
         Raises:
-            BadRequestError: an argument is of the wrong kind.
+            BadRequestError: an argument has a wrong type, or `max_new_tokens` is negative.
         """
         check_text(request_id=request_id)
         check_count(max_new_tokens=max_new_tokens)

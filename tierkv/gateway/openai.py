@@ -370,12 +370,12 @@ Placed = tuple[int, Logprobs]
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """A part of an answer, or a whole answer.
+    """The next text of one choice of a streamed answer, or the whole text of one choice.
 
     Attributes:
-        text: The text for the caller.
-        logprobs: For each token, the number of characters of the answer before the token, and its
-            log probabilities; empty if the caller asks for none.
+        text: The text to send to the client.
+        logprobs: For each token: the number of characters of the answer before the token, and the
+            token's log probabilities. Empty if the client asked for no log probabilities.
     """
 
     text: str = ""
@@ -541,12 +541,12 @@ class Head:
         finishes: Sequence[FinishReason | None],
         usage: TokenUsage,
     ) -> Completion:
-        """Return a whole answer.
+        """Return the answer to a request that did not ask for a streamed answer.
 
         Args:
             pieces: Text and log probabilities of each choice.
             finishes: Reason why each choice ended, in the order of `pieces`.
-            usage: The token usage.
+            usage: The token usage of all choices.
         """
         choices = (
             self._choice(index, "message", piece, finish)

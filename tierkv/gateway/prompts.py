@@ -74,9 +74,9 @@ class Job:
         return count(self.tokens)
 
     def body(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """Return the body of a call to a node, in msgpack, as byte strings to send in order.
+        """Return the msgpack body of an HTTP call to a node, as byte strings to send in order.
 
-        One of the byte strings is the prompt itself, without a copy.
+        The prompt's tokens are not copied: they are the second byte string.
 
         Args:
             fields: Fields of the body, without `tokens`.

@@ -31,7 +31,7 @@ _LOCKED_GIB = 1.0  # too little for any host tier
 
 
 class Verdict(Enum):
-    """The judgement about a `Finding`."""
+    """The severity of a `Finding`, one line of the report of `tierkv doctor`."""
 
     OK = "ok"
     WARNING = "warning"  # works, slower than it could

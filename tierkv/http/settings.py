@@ -16,14 +16,14 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         host: address to listen on.
         port: port to listen on; 0 chooses a free one.
-        allow_insecure_bind: true to listen on addresses that other machines can reach although
-            callers are not authenticated; for a private network.
+        allow_insecure_bind: True to permit an address that other machines can reach even if clients
+            are not authenticated. Set it only in a private network.
         drain_grace_s: seconds for which running requests may continue after SIGTERM.
         max_body_bytes: largest size of a request body in bytes, after decompression; a larger one
             is rejected.
         max_prompt_tokens: largest number of tokens of one prompt; a longer one is rejected.
-        max_work_bytes: largest sum of the bodies of all running requests in bytes; a request that
-            would exceed it is rejected with 503.
+        max_work_bytes: largest total size of the bodies of all running requests, in bytes; a
+            request that would exceed it is rejected with status 503.
         max_connections: largest number of connections; further ones are closed at once.
         idle_timeout_s: seconds after which a connection without a request is closed. The default is
             above the 60 s of common load balancers, so that the balancer closes an idle connection

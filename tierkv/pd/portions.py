@@ -47,10 +47,10 @@ class Portions:
     async def fetch_or_end(
         self, request: Request, budget: Budget, keys: Sequence[StoredKey] = ()
     ) -> GetOutcome | None:
-        """Fetch the missing blocks of `request` from storage; end the request on any error.
+        """Fetch the missing blocks of a newly admitted request; on any error, end the request.
 
         Args:
-            request: an admitted request that has not been returned to a caller yet.
+            request: the request, which no other code uses yet.
             budget: the time that the request may still wait for storage. The arrival of blocks may
                 extend it.
             keys: keys of the prompt's blocks; () to compute the keys in this call.

@@ -578,17 +578,19 @@ class Tickets:
     async def put(
         self, ticket: Ticket | OpenTicket, *, only_new: bool = False, generation: int | None = None
     ) -> bool:
-        """Write a ticket or open ticket, and replace a present one of the same kind and id.
+        """Write a ticket or open ticket to the store.
+
+        An existing record of the same kind and id is replaced, unless `only_new` is True.
 
         Args:
             ticket: the ticket or open ticket.
-            only_new: True to leave a present one unchanged.
-            generation: value of `Deletions.generation` from a time when the ticket's blocks were
-                valid; None for the value at the call. If the stored values have been deleted since,
-                the ticket is not written.
+            only_new: True to leave an existing record unchanged.
+            generation: value of `Deletions.generation` when the ticket's blocks were stored. If all
+                stored values have been deleted since, the ticket is not written. None for the value
+                at the call.
 
         Returns:
-            True if the ticket was written; False if `only_new` is True and there is one already.
+            True if the ticket was written; False if `only_new` is True and such a record exists.
 
         Raises:
             StoreUnavailableError: the store did not accept the ticket, or the stored values have

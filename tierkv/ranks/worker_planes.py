@@ -304,14 +304,14 @@ class WorkerPlanes:
     def close(
         self, unreported: Sequence[Finished] = (), *, is_process_ending: bool = False
     ) -> None:
-        """Wait until all running copies have ended, and release the host slots.
+        """Wait until all running copies have ended, report them to the scheduler, and end.
 
-        The scheduler receives the outcomes of these copies over the socket, and `finished` returns
-        them. Further calls do nothing.
+        `finished` still returns the outcomes of these copies. Further calls do nothing.
 
         Args:
-            unreported: results of `finished` that the engine could not report, because it runs no
-                further step.
+            unreported: reports that `finished` has returned and the engine has not passed to the
+                scheduler, because the engine runs no further step. They are sent over the
+                connection.
             is_process_ending: True to return once the copies have ended, before the host slots are
                 released. Unpinning many of them takes seconds, and the kernel does it when the
                 process ends.

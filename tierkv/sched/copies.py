@@ -131,14 +131,11 @@ async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match:
 
 
 async def count_stored(storage: StorageIO, keys: KeyRun) -> int:
-    """Return how many keys of a prompt storage has before the first one that it lacks.
+    """Return the number of a prompt's leading blocks that storage has.
 
     Args:
         storage: the storage tier.
-        keys: the storage keys of a prompt, in order.
-
-    Returns:
-        The number of keys.
+        keys: the storage keys of the prompt's blocks, in order.
 
     Raises:
         StoreUnavailableError: the store did not answer in time.

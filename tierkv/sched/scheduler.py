@@ -131,9 +131,10 @@ class Scheduler:
                 waiting.outcome.set_exception(ShuttingDownError("this node is shutting down"))
 
     def forget_turns(self, space: str) -> None:
-        """Discard the count of blocks that a closed space's requests received.
+        """Delete the number of blocks that were given to the requests of a closed space.
 
-        While a space is open, the queue uses the count to admit requests of all spaces in turn.
+        While a space (the part of the index for one fingerprint) is open, the queue counts these
+        blocks, and next admits a request of the space with the fewest.
         """
         self._waiting.forget(space)
 

@@ -40,9 +40,10 @@ class Allowance:
     _seen_at: float | None = None
 
     def update_allowance(self, now: float) -> bool:
-        """Update the seconds that requests may wait for slow writes to a store.
+        """Update the number of seconds for which requests may wait for writes to a slow store.
 
-        The seconds grow with time, and decrease while a request waits.
+        The number grows slowly, up to a limit. While a request waits, the seconds of the wait are
+        subtracted.
 
         Args:
             now: seconds on the loop's clock.

@@ -496,10 +496,16 @@ class Session:
         self._free_tickets.add(ticket_id)
 
     async def stream(self, ticket_id: str) -> bool:
-        """Start to publish the prompt while it is computed; `publish` completes its ticket.
+        """Start to store the prompt's blocks for another node while the prompt is computed.
+
+        A later call of `publish` with the same id stores the last blocks and the ticket.
+
+        Args:
+            ticket_id: id of the ticket by which the other node finds the prompt.
 
         Returns:
-            True if the publish runs; False if the setting handoff.streams is false.
+            True if blocks are being stored, also if an earlier call has started that; False if the
+                setting handoff.streams is false.
 
         Raises:
             HandoffError: this node has no storage tier.

@@ -866,14 +866,15 @@ class SmallCodec:
         return self._seal(name, content)
 
     def unseal_small(self, name: str, value: bytes) -> bytes:
-        """Check a small value and return its content.
+        """Check the stored bytes of a value that `seal_small` protected, and return the content.
 
         Args:
             name: name under which the value was found.
             value: the stored bytes.
 
         Raises:
-            DamagedValueError: the value was not made for this name with this key.
+            DamagedValueError: the value was changed, or was protected for another name or with
+                another secret key. Never raised with `Trust.TRUSTED`.
         """
         return self._unseal(name, value)
 

@@ -582,7 +582,10 @@ class GuardedStore(StoreWrapper):
 
 
 class SlotGate:
-    """A fixed number of slots for operations under way, acquired in the order of the calls."""
+    """A limit on the number of operations that run at the same time.
+
+    Operations that wait are admitted in the order of their calls of `acquire`.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._num_free = num_slots

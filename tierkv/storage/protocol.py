@@ -438,7 +438,7 @@ class PutItem:
         return sum(memoryview(part).nbytes for part in self.parts)
 
     def completed(self) -> tuple[Buffer, ...]:
-        """Return the bytes to write, `parts`, after `complete` has filled in missing bytes."""
+        """Call `complete`, which fills in the bytes that are computed late, and return `parts`."""
         if self.complete is not None:
             self.complete()
         return self.parts

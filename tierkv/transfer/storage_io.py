@@ -870,11 +870,11 @@ class StorageIO:
 async def are_all_present(
     asked: Sequence[tuple[StorageIO, Sequence[StoredKey]]],
 ) -> list[list[bool]]:
-    """Ask one store, in one exchange, for the blocks of several `StorageIO`s.
+    """Ask one store, in a single call, which blocks it has, for several `StorageIO`s.
 
     Args:
-        asked: pairs of a StorageIO and the keys to ask for, at least one pair. All have the same
-            store.
+        asked: one pair or more of a StorageIO and the storage keys of the blocks. All StorageIOs
+            have the same store.
 
     Returns:
         A list per pair: for each key, True if the values of all ranks of that StorageIO are stored.

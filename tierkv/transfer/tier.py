@@ -271,7 +271,7 @@ class StorageTier:
         Operations that have begun are still completed on that store.
 
         Args:
-            tenant: short form of the fingerprint that owns all blocks in the store; "" for the
+            tenant: short name of the fingerprint whose blocks are kept in the store; "" for the
                 common store.
         """
         was_there = self._stores.detach(self._route(tenant)) is not None

@@ -346,12 +346,13 @@ async def _reply(connection: RedisConnection) -> ControlReply:
 async def conversation(
     new_connection: Callable[[], RedisConnection], *, url: str, deadline_s: float
 ) -> AsyncIterator[Conversation]:
-    """Yield a `Conversation`, and close its connection at the end.
+    """Yield an object that sends commands to one server, and close its connection at the end.
 
     Args:
         new_connection: returns a connection that is not connected yet.
         url: the server, for error messages.
-        deadline_s: largest number of seconds for each call of `ask`, connecting included.
+        deadline_s: largest number of seconds for each call of `Conversation.ask`, connecting
+            included.
     """
     # In a thread: for each connection redis-py reads its own package's version from the disk.
     connection = await in_thread(new_connection)

@@ -389,10 +389,10 @@ class WireRequest:
                 self.batch.one_ended()
 
     def abandon(self) -> None:
-        """End the request, because its caller was cancelled, if it was not sent yet.
+        """End the request, whose caller was cancelled, if the request was not sent yet.
 
-        If the request was sent, its reply is still awaited, but the request is not sent again over
-        another connection.
+        A request that was sent still waits for its reply, but is not sent again over another
+        connection.
         """
         self.may_retry = False
         if not self.was_sent:
