@@ -42,7 +42,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 @contextmanager
 def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Send spans to the collector that the environment names, until the body has ended.
+    """Send spans to the collector that the environment names, until the `async with` block ends.
 
     Nothing is traced if the environment names no collector. If OpenTelemetry is not installed,
     nothing is traced either, and a warning is logged.

@@ -22,9 +22,9 @@ def print_json(answer: object) -> None:
 
 @contextmanager
 def progress(doing: str) -> Iterator[None]:
-    """While the body runs, show its name and its running time in seconds on stderr.
+    """Inside the `with` block, show its name and its running time in seconds on stderr.
 
-    The line appears after one second, and only on a terminal. The body must print nothing to
+    The line appears after one second, and only on a terminal. The block must print nothing to
     stdout.
 
     Args:

@@ -498,7 +498,7 @@ class EngineListener:
     async def serving(
         self, side: HostSide, sizes: HostSizes, settings: EngineCacheSettings
     ) -> AsyncIterator[None]:
-        """While the body runs, accept engines and carry out their calls on the host tier.
+        """Inside the `async with` block, accept engines and carry out their calls on the host tier.
 
         Engines with a fingerprint other than that of `sizes` are refused.
 

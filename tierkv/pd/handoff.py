@@ -432,7 +432,7 @@ class Handoff:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Allow publishes while the body runs. Tickets that are still open at its end fail."""
+        """Allow publishes inside the `async with` block; open tickets fail at its end."""
         async with (
             self.tickets.notifier.running(),
             self.tickets.lease.running(),

@@ -85,7 +85,7 @@ class Work:
 
     @asynccontextmanager
     async def running(self, num_lent: Callable[[], tuple[int, int]]) -> AsyncIterator[None]:
-        """Accept tasks during the body; at its end, wait until all tasks and copies have ended.
+        """Accept tasks inside the `async with` block; at its end, wait for tasks and copies.
 
         The wait has no limit, because the memory of the slots is freed next. A log line every
         CLOSING_PATIENCE_S seconds shows that the wait goes on.

@@ -76,7 +76,7 @@ class Memory:
 
     @asynccontextmanager
     async def running(self, device_blocks: int, host_slots: int) -> AsyncIterator[None]:
-        """Allocate the memory in a thread, and free it at the end of the body.
+        """Allocate the memory in a thread, and free it after the `async with` block.
 
         A cancelled call waits for the thread, and frees the memory.
 
@@ -112,7 +112,7 @@ class Memory:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Let the body free or replace the planes; the memory is not closed before the body ends.
+        """Let the `with` block free or replace the planes; the memory stays open until its end.
 
         Raises:
             ShuttingDownError: the memory is being closed, too late for a change.

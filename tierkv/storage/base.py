@@ -286,7 +286,7 @@ class WorkerThreads:
     async def holding(
         self, acquire: Callable[[], T], release: Callable[[T], object]
     ) -> AsyncIterator[T]:
-        """Yield a resource that a thread acquires before the body and releases after it.
+        """Let a thread acquire a resource before the `async with` block, and release it after.
 
         The release waits until all work of these threads has ended. If the call is cancelled during
         `acquire`, the resource is released, too.

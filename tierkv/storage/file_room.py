@@ -409,7 +409,7 @@ def _clear(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
-    """Hold a lock on a directory, against other threads and processes, until the body ends.
+    """Hold a lock on a directory, against other threads and processes, until the `with` block ends.
 
     The call blocks the thread.
 

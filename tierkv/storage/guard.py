@@ -182,7 +182,7 @@ class GuardedStore(StoreWrapper):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open the inner store, and run the queue of writes and the probes until the body ends.
+        """Open the inner store, and run write queue and probes, in the `async with` block.
 
         The breaker is closed at the beginning.
         """
@@ -871,7 +871,7 @@ class WriteQueue:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Write queued items until the body ends.
+        """Write queued items until the `async with` block ends.
 
         At the end, writes that still wait fail, and batches under way are awaited.
         """

@@ -136,7 +136,9 @@ class StorageTier:
         *,
         block_ttl_s: float | None,
     ) -> AsyncIterator[None]:
-        """Run the attached stores and `io` until the body ends. Errors of the stores are raised.
+        """Run the attached stores and `io` inside the `async with` block.
+
+        Errors of the stores are raised.
 
         Args:
             names: makes the names in storage of the service's blocks.
