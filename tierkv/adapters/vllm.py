@@ -50,10 +50,10 @@ log = logging.getLogger(__name__)
 
 
 class TierKVTier(SecondaryTierManager):
-    """Chunks of vLLM's host memory in a tierkv store.
+    """A second tier of vLLM's offloading, which keeps chunks in a tierkv store.
 
-    All calls come from vLLM's scheduler thread. No call waits for the store, except `drain_jobs`,
-    `shutdown` and the constructor.
+    A chunk is vLLM's name for a block of its host memory. All calls come from vLLM's scheduler
+    thread. No call waits for the store, except `drain_jobs`, `shutdown` and the constructor.
 
     Args:
         offloading_spec: model, layout and ranks, from vLLM.

@@ -372,7 +372,7 @@ class EvictionPolicy:
     def queued(self, node: TreeNode) -> list[TreeNode]:  # noqa: ARG002
         """Record that `node` can be evicted now.
 
-        Return other nodes whose rank has changed by that.
+        Return the other nodes whose place in the order of eviction has changed thereby.
         """
         return []
 

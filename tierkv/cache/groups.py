@@ -334,7 +334,13 @@ class FlatBlocks:
                 self._unheld[block.key.digest] = block
 
     def use(self, digests: Sequence[bytes]) -> None:
-        """Mark the cached ones of these blocks as used now; the last one will be evicted first."""
+        """Mark those of these blocks that are cached and unprotected as just used.
+
+        The blocks are evicted last, the last of them first.
+
+        Args:
+            digests: keys of the blocks.
+        """
         for digest in reversed(digests):
             if digest in self._unheld:
                 self._unheld.move_to_end(digest)

@@ -795,7 +795,7 @@ class Names:
         return f"{self.prefix}:ticket:{_digest_of(ticket_id)}"
 
     def open_ticket(self, ticket_id: str) -> str:
-        """Return the name of an open ticket, the record that a ticket will come."""
+        """Return the name of an open ticket: the record that announces a ticket."""
         return f"{self.prefix}:open:{_digest_of(ticket_id)}"
 
     def all_tickets(self) -> tuple[str, str]:

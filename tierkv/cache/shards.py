@@ -234,7 +234,7 @@ class ShardScheme:
         return head * head_bytes, (head + 1) * head_bytes
 
     def _nearest(self, reader: Shard, writers: int) -> Shard:
-        """Return the writer's shard at the reader's relative place (rank / size), rounded down."""
+        """Return the writing rank at the reader's relative place, rank / size rounded down."""
         return Shard(reader.rank * writers // reader.size, writers)
 
     def _holder(

@@ -101,7 +101,7 @@ class AsyncClient:
     # State of a node
 
     async def livez(self) -> LiveAnswer:
-        """Check that the node's event loop runs."""
+        """Check that the node is alive: its event loop answers."""
         return await self._node.ask("GET", "/livez", LiveAnswer)
 
     async def readyz(self) -> ReadyAnswer:

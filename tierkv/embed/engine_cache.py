@@ -1067,7 +1067,7 @@ class EngineCache:
     # Calls about no single request
 
     def hold_calls(self) -> None:
-        """Collect later calls to the service's thread until `flush` sends them together.
+        """Collect later calls, until `flush` sends all of them to the service's thread at once.
 
         Waking the thread once in a step costs the engine less than waking it for each call.
         """
@@ -1248,7 +1248,6 @@ class EngineCache:
             saved[part.group] = min(saved.get(part.group, 0), part.positions[0])
 
     def _names_in(self, parts: Sequence[_Part]) -> list[ExternalId | None]:
-        """Return the engine's names of the blocks of `parts` in the first full-attention group."""
         of_main = [part.external_ids for part in parts if part.group == self._main]
         return [name for names in of_main for name in names if name is not None]
 

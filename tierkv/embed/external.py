@@ -344,7 +344,7 @@ class NodeHost:
         return self.calls.submit(name, "", frame)
 
     def take_events(self) -> list[CacheEvent]:
-        """Raise an error: the node publishes the events of its blocks, which all engines share.
+        """Raise BadRequestError: only the node can report events of the blocks that engines share.
 
         Raises:
             BadRequestError: always.

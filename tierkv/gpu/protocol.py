@@ -83,7 +83,7 @@ class FailedEvent:
 
 
 class Stream(Protocol):
-    """A queue of work of an engine or of a lane, done in the order in which it was submitted."""
+    """A queue of GPU work of an engine or of a lane; the work runs in the order of submission."""
 
     def record(self) -> Event:
         """Return an event that is done when all work submitted to this stream so far is done."""

@@ -389,7 +389,10 @@ class Copies:
         return wrong + self.background.findings() + self.storing.findings()
 
     def write_down(self, node: TreeNode, num_blocks: int) -> None:
-        """Start those copies of blocks [0, num_blocks) of a path that the write rules ask for now.
+        """Start the copies of blocks [0, num_blocks) of a path that the write policies ask for now.
+
+        A write policy (`cache.host_write`, `cache.storage_write`) says when a block is copied to
+        the tier below.
 
         Args:
             node: the node of the index at the end of the path (a prefix in the index).

@@ -364,13 +364,13 @@ class Eviction:
         self._pools[Tier.HOST].release(self._slots.free_of(Tier.HOST, host))
 
     def publish_forgotten(self, node: TreeNode, start: int) -> None:
-        """Report to the subscribers of cache events that `forget` evicts these blocks.
+        """Report to subscribers of cache events the blocks that the next `forget` evicts.
 
-        Call this before `forget`, with the same arguments.
+        Call this immediately before `forget`, with the same arguments.
 
         Args:
-            node: a node of the index; the nodes below it are evicted too.
-            start: index of the first block within the node.
+            node: a node of the index; all blocks of the nodes below it are reported, too.
+            start: index of the first reported block within `node`.
         """
         pending = [(node, start)]
         while pending:

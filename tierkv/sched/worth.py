@@ -50,11 +50,11 @@ HEDGE = 0.25
 
 
 class FetchPolicy(Enum):
-    """The rule for how long a request waits for storage.
+    """How long a request waits for its blocks from storage.
 
-    BEST_EFFORT waits only while fetching is estimated to be faster than computing. WAIT_COMPLETE
-    waits for all blocks, as long as each arrival follows the one before within `fetch_deadline_s`.
-    DEADLINE waits for all blocks, but at most `fetch_deadline_s` in total.
+    BEST_EFFORT: only while fetching is estimated to be faster than computing. WAIT_COMPLETE: for
+    all blocks, as long as each arrival follows the one before within `fetch_deadline_s`. DEADLINE:
+    for all blocks, but at most `fetch_deadline_s` in total.
     """
 
     BEST_EFFORT = "best_effort"

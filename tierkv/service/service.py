@@ -446,7 +446,7 @@ class Service:
         return self.tenants.space_of(tenant, adapter)
 
     def quota_of(self, space: str) -> Quota:
-        """Return the largest numbers of device and host blocks of a space, open or closed."""
+        """Return the limits on a space's device and host blocks; the space need not be open."""
         return self.tenants.quota_of(space)
 
     def set_quota(self, space: str, quota: Quota) -> None:

@@ -217,7 +217,7 @@ async def _verify_one(
 
 @dataclass(frozen=True, slots=True)
 class _Identity:
-    """The block that a value belongs to, according to its name.
+    """The block whose bytes a value contains, according to the value's name.
 
     Attributes:
         digest: digest of the block, 32 bytes.

@@ -40,11 +40,11 @@ def check_message(message: str) -> str:
 
 
 class Listener:
-    """The queue of received messages about one topic, for one waiter. A topic is a value's name.
+    """The queue of messages about one stored value that one waiting task receives.
 
     Attributes:
         is_live: True while messages are delivered as they are sent. While it is False, no message
-            arrives, so the waiter has to read the store from time to time.
+            arrives, and the waiting task has to read the store from time to time.
     """
 
     def __init__(self) -> None:
