@@ -308,7 +308,6 @@ def suggestion(unknown: str, known: Sequence[str]) -> str:
 def _use_new_names(
     kind: object, table: dict[str, Any], where: str, prefix: str = ""
 ) -> list[tuple[str, str]]:
-    """Rename old settings in `table`; return old and new name of each, as "table.key"."""
     found = []
     for old, new in _NEW_NAMES.get(kind, {}).items():
         if old in table:

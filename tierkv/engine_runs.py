@@ -150,10 +150,7 @@ class ModelRun:
         )
 
     def _search_earlier_tokens(self) -> None:
-        """Search for stop texts in the tokens that were generated before this run of the model.
-
-        These tokens come from a ticket, or from before a preemption.
-        """
+        """Search for stop texts in the tokens from a ticket or from before a preemption."""
         if self.job.stops:
             self._text = self._new_text()
             for token in self._earlier_tokens:
@@ -431,7 +428,6 @@ class SessionEngine(ABC):
         self.check(job)
 
     async def _or_recovered(self, run: ModelRun, compute: Callable[[], Awaitable[None]]) -> None:
-        """Run `compute`; after a failed load, recover the request and run `compute` again."""
         while True:
             try:
                 await compute()
@@ -458,7 +454,6 @@ class SessionEngine(ABC):
         await self._commit(run)
 
     async def _continue(self, run: ModelRun) -> None:
-        """Generate until the end of the answer, and commit all tokens that have KV to the cache."""
         if not run.tokens:
             await self._first_token(run)
         while not run.is_done:
@@ -472,7 +467,6 @@ class SessionEngine(ABC):
         await self._commit(run)
 
     async def _grow(self, run: ModelRun) -> None:
-        """Get blocks for more tokens; if there are none, preempt the request and resume it."""
         request = run.session.request
         left = run.job.max_tokens - len(run.tokens)
         more = min(left, self._reserve_tokens or left)
@@ -490,7 +484,6 @@ class SessionEngine(ABC):
             run.resume()
 
     async def _feed(self, run: ModelRun) -> int | None:
-        """Compute all known tokens that have no KV yet; return the token that follows them."""
         token = None
         while len(chunk := run.next_chunk(self._chunk_tokens)):
             token = await self.forward(run, chunk)
@@ -512,14 +505,13 @@ class SessionEngine(ABC):
         run.session.end(after=self._computed(), reason=reason)
 
     def _computed(self) -> tuple[Event, ...]:
-        """Return the event that comes after all submitted kernels; () if the device has failed."""
+        """Return an event that follows all submitted kernels, or () if the device has failed."""
         try:
             return (self._service.device.compute_stream.record(),)
         except DeviceFailedError:
             return ()
 
     def _first_tokens(self, ticket: Ticket) -> Sequence[int]:
-        """Return the ticket's first tokens, after checking that the model has them."""
         if not ticket.first_tokens:
             raise HandoffError(HandoffProblem.INCOMPLETE.value, "the ticket has no first token")
         if max(ticket.first_tokens) >= self._tokenizer.vocab_size:
@@ -529,7 +521,7 @@ class SessionEngine(ABC):
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason why a prefill failed, for the decode nodes that wait for its ticket."""
+    """Return why a prefill failed, as a text for decode nodes that wait for the ticket."""
     if isinstance(error, asyncio.CancelledError):
         return "the prefill was cancelled"
     return str(error) or type(error).__name__

@@ -222,7 +222,12 @@ class Timelines:
                 span.run(tracing.record, "load", timeline.moments[Moment.ADMITTED], bytes=num_bytes)
 
     def since(self, version: int) -> list[Timeline]:
-        """Return the records that changed after version `version`, the oldest request first."""
+        """Return the records of requests that have changed lately, the oldest request first.
+
+        Args:
+            version: value of the attribute `version` at an earlier time; only records that have
+                changed since are returned.
+        """
         return [one for one in self._kept if one.version > version]
 
     def find(self, number: int) -> Timeline | None:

@@ -79,7 +79,7 @@ class _ReportingGroup(asyncio.TaskGroup):
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Enter an asyncio.TaskGroup that raises the error of a failed task itself if it can.
+    """Enter an asyncio.TaskGroup that raises one error, if possible, not an error group.
 
     Yields:
         The task group.

@@ -171,7 +171,6 @@ class EvictionOrder:
             self._drop_stale()
 
     def _drop_stale(self) -> None:
-        """Keep only each node's newest entry in the queue; set the length for the next call."""
         self._line = deque(sorted(self._newest.values()))
         self._heap = []
         self._max_queued = 2 * len(self._line) + _FEW_ENTRIES
@@ -271,10 +270,9 @@ class EvictionOrder:
         return victims
 
     def _first(self, virtual: list[Entry]) -> Entry | None:
-        """Return the entry to evict next, of the queue or of `virtual`; None if both are empty.
+        """Return the first entry of the queue and of `virtual`, or None if both are empty.
 
-        `virtual` is a heap of nodes that can be evicted only after their children, which are all
-        chosen already.
+        `virtual` is a heap of nodes whose children have all been chosen for eviction already.
         """
         entry = self._top()
         if virtual and (entry is None or virtual[0] < entry):
@@ -282,7 +280,6 @@ class EvictionOrder:
         return entry
 
     def _top(self) -> Entry | None:
-        """Return the first entry of the queue that is not outdated; None if there is none."""
         line, heap, newest = self._line, self._heap, self._newest
         while line or heap:
             entry = line[0] if line else heap[0]
@@ -455,10 +452,7 @@ class S3Fifo(EvictionPolicy):
         return self._overflow()
 
     def _overflow(self) -> list[TreeNode]:
-        """Move the oldest nodes out of the small queue until it has at most `max_small` blocks.
-
-        Return the moved nodes; they are evicted before all others.
-        """
+        """Move the oldest nodes out of the small queue, to be evicted before all others."""
         fallen = []
         while self._small_blocks > self.max_small and len(self._small) > 1:
             uid, oldest = self._small.popitem(last=False)
@@ -518,7 +512,7 @@ class _Place:
 
 
 def _ghost(node: TreeNode) -> int:
-    """Return a hash by which a node is recognized if its blocks are cached again after eviction."""
+    """Return a hash that stays the same if the node's blocks are evicted and cached again."""
     return hash((node.space.name, node.start, node.key))
 
 

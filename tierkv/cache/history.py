@@ -69,7 +69,6 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
     longer: tuple[_Run, ...] = ()
 
     def covers(self, prompt: Prompt, first: int, block: int) -> bool:
-        """Return True if the event's blocks begin with blocks `first` to `block` of the prompt."""
         width = prompt.block_token_bytes
         tokens = prompt.tokens[first * width : (block + 1) * width]
         return (
@@ -113,8 +112,8 @@ class History:
             node: the tree node that still has the blocks.
             first: index of the first block within the node.
             stop: index after the last block within the node.
-            tier: the tier.
-            at_s: time of the event, in seconds on the caller's clock.
+            tier: the tier: device or host.
+            at_s: time of the event, in seconds of `time.monotonic()`.
         """
         width = node.token_bytes // node.num_blocks
         name = "host" if tier is HOST else "device"
@@ -193,10 +192,7 @@ class History:
         self._events[key] = event
 
     def _keep_run(self, key: _Key, run: _Run) -> None:
-        """Record the evicted blocks `run` under their first block.
-
-        Up to _MAX_RUNS longer runs that were recorded under the same block stay recorded.
-        """
+        """Record `run`, and keep up to _MAX_RUNS longer runs that begin with the same block."""
         if (known := self._run_at(key)) is not None:
             most = run.stop - run.start
             others = (msgspec.structs.replace(known, longer=()), *known.longer)

@@ -305,14 +305,14 @@ class Tree:
             self.count_unheld(node.space, device, host)
 
     def count_unheld(self, space: Space, device: int, host: int) -> None:
-        """Add to the numbers of blocks of `space` that no lease protects.
+        """Change the counts of a space's blocks that no lease protects, on device and host.
 
-        The eviction queues of the tiers, and of the space if it has its own, keep these numbers.
+        The eviction queues of the tiers, and of the space if it has its own, keep these counts.
 
         Args:
             space: the space.
-            device: number of device blocks to add; negative to subtract.
-            host: number of host blocks to add; negative to subtract.
+            device: number of device blocks to add to the count; negative to subtract.
+            host: number of host blocks to add to the count; negative to subtract.
         """
         self._order[0].num_unheld += device
         if host:
@@ -380,11 +380,11 @@ class Tree:
             prompt: the prompt.
             stop: index after the last new block.
             slots: slots of the new blocks on `tier`, int32 [stop - pos].
-            lease_node: the tree node at which the caller's lease ends.
+            lease_node: the tree node at which the lease of the request ends.
 
         Returns:
-            The node in which the new blocks end. A newly made node already counts the caller's
-                lease as a holder.
+            The node in which the new blocks end: `node`, or a new child. A new child is already
+                protected by one lease, and the request's lease must be moved to it.
         """
         if pos < node.end:
             node = self.split(node, pos - node.start)
@@ -412,7 +412,6 @@ class Tree:
         return child
 
     def _grows_in_place(self, node: TreeNode, num_blocks: int, lease_node: TreeNode) -> bool:
-        """Return whether to append blocks to `node` instead of adding a child."""
         return (
             node.holders == int(node is lease_node)
             and not node.hits
@@ -453,10 +452,9 @@ class Tree:
     def _recount_halves(
         self, parent: TreeNode, upper: TreeNode, lower: TreeNode, had: tuple[bool, bool]
     ) -> None:
-        """Correct the counts of children with blocks on each tier after a node was split.
+        """Correct the child counts of `parent` and `upper` after a node was split.
 
-        `upper` is the new child of `parent`, and `lower` is its only child. `had` is True for each
-        tier on which the node had blocks before.
+        `had` says for each tier whether the node had blocks there before the split.
         """
         is_lower, is_upper = (
             tuple(int(half.num_present(tier) > 0) for tier in TIERS) for half in (lower, upper)
@@ -507,9 +505,9 @@ class Tree:
         return had
 
     def _recount(self, tier: Tier, node: TreeNode, before: int) -> TreeNode | None:
-        """Update the counts of `node` on `tier`, where it had `before` blocks.
+        """Update the counts after the node's blocks on `tier` changed from `before` in number.
 
-        Returns the node that may have become a candidate for eviction; None for none.
+        Return the node that may have become a candidate for eviction, or None.
         """
         after = node.num_present(tier)
         if after == before:
@@ -573,7 +571,6 @@ class Tree:
 
 
 def _extras_of(prompt: Prompt, start: int, stop: int) -> dict[int, bytes] | None:
-    """Return the extra keys (media) of blocks [start, stop); None if there are none."""
     extras = prompt.extras  # may have entries for many more blocks
     return {i: e for i in range(start, stop) if (e := extras.get(i))} or None
 
@@ -641,18 +638,13 @@ def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
 
 
 def _may_go_on(node: TreeNode, prompt: Prompt, at: int) -> bool:
-    """Return True if a child of `node` could match the prompt from token `at` on.
-
-    The check compares one token, and none if the prompt has extra keys, so True does not mean that
-    a child matches.
-    """
+    """Return False only if no child of `node` can match the prompt from token `at` on."""
     if prompt.extras or not node.children:
         return bool(node.children)
     return prompt.tokens[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES] in node.children
 
 
 def _on_device(node: TreeNode, pos: int) -> tuple[int, int]:
-    """Return how many of the first `pos` blocks are on the device, and how many are loading."""
     device = loading = 0
     for part, start, stop in segments(node, 0, pos):
         copies = part.device
@@ -730,10 +722,6 @@ def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
 
 
 def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
-    """Return how many consecutive blocks from `pos` on the node and the prompt have in common.
-
-    At most `stop - pos` blocks are compared.
-    """
     width = prompt.block_size * TOKEN_BYTES
     at, most = node.packed_at + (pos - node.start) * width, min(stop, node.end) - pos
     blocks = common_blocks(prompt.tokens, pos * width, node.packed, at, most, width)
@@ -745,10 +733,10 @@ def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
 
 
 def _partial(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> PartialMatch | None:
-    """Return the cached block that shares the most leading tokens with block `pos` of a prompt.
+    """Find the cached block that shares the most leading tokens with block `pos`.
 
-    The path to `node` has the prompt's blocks before `pos`. Tokens of the prompt from index `stop`
-    on are not compared. The result is None if no block shares a token.
+    The path to `node` must match all earlier blocks of the prompt, and `stop` is a token
+    index.
     """
     rest = prompt.tokens[pos * prompt.block_size * TOKEN_BYTES : stop * TOKEN_BYTES]
     extra = prompt.extras.get(pos, b"")
@@ -934,10 +922,10 @@ class Index:
         return found
 
     def _compute_digests(self, part: TreeNode, parent: bytes, known: int, stop: int) -> list[bytes]:
-        """Compute the keys of a node's blocks [known, stop), and append them to its digests.
+        """Append the keys of blocks [known, stop) to `part.digests`, and return these keys.
 
-        The indexes count within the node. `known` is the number of digests that the node has
-        already; `parent` is the key of the block before the node's first.
+        `known` and `stop` count from the first block of `part`, and `parent` is the key of the
+        block before it.
         """
         digest = part.digests[-DIGEST_BYTES:] or parent
         if part.extras:
@@ -999,10 +987,7 @@ class Index:
             self._tree.prune(node)
 
     def _move(self, lease: Lease, node: TreeNode, *, is_new: bool = False) -> None:
-        """Make `lease` end at `node` instead of its present node, and mark `node` as just used.
-
-        If `is_new` is True, `node` was made for the lease and already counts it as a holder.
-        """
+        """Let `lease` end at `node`, which already counts the lease as a holder if `is_new`."""
         before, lease.node, lease.num_blocks = lease.node, node, node.end
         end = node.parent if is_new else node
         if end is not before and end is not None:
@@ -1035,7 +1020,6 @@ class Index:
         self.reuse_gaps.add(self._tick - lease.used_before if node.holders == 1 else 0)
 
     def _ending_at(self, node: TreeNode, num_blocks: int) -> TreeNode:
-        """Return the path's node that ends with block `num_blocks` - 1; split one if necessary."""
         while node.parent is not None and node.start >= num_blocks:
             node = node.parent
         if num_blocks < node.end:
@@ -1111,10 +1095,10 @@ class Index:
     def _fill_in(
         self, tier: Tier, node: TreeNode, first: int, pos: int, slots: Ids
     ) -> tuple[int, tuple[int, ...]]:
-        """Give a slot on `tier` to each of the path's blocks [first, pos) that has none.
+        """Give a slot to each block in [first, pos) that has no slot on `tier`.
 
-        On the device, stop at a block that is being loaded. Return the index of the block at which
-        this method stopped, and the positions in `slots` that were not needed.
+        On the device, stop at a block that is being loaded. Return the index of the block at
+        which the call stopped, and the positions of the unused slots before it.
         """
         refused: list[int] = []
         for part, start, end in segments(node, first, pos):
@@ -1227,7 +1211,10 @@ class Index:
             part.believe_stored(i, j, np.zeros(j - i, np.bool_))
 
     def unmark_all_stored(self) -> None:
-        """Undo `mark_stored` for all blocks. The call visits the whole tree, 1 us for each node."""
+        """Record that no block is known to be in storage, so that all blocks can be written again.
+
+        The call visits the whole tree, which takes 1 us for each node.
+        """
         for node in self.spaces.nodes():
             node.believe_nothing_stored()
 

@@ -85,10 +85,6 @@ def _space_findings(index: Index, nodes: list[TreeNode], tier: Tier) -> list[str
 
 
 def _lease_findings(index: Index, nodes: list[TreeNode]) -> list[str]:
-    """Check that each node's `holders` counts its leases and its leased children.
-
-    The result has a sentence for each violation.
-    """
     wrong = []
     num_leases = 0
     for node in [*index.spaces.roots(), *index.spaces.retired(), *nodes]:
@@ -190,10 +186,9 @@ def _memory_findings(node: TreeNode) -> list[str]:
 
 
 def _bytes_that_share(node: TreeNode) -> int:
-    """Return how many bytes of the tokens in `node.packed` are still needed.
+    """Return how many bytes of `node.packed` the node and the nodes above it still need.
 
-    `node` and nodes above it can share these bytes. If a child of `node` shares them too, all bytes
-    count as needed.
+    All bytes count as needed if a child of `node` shares them.
     """
     packed = node.packed
     if any(child.packed is packed for child in node.children.values()):
@@ -207,10 +202,6 @@ def _bytes_that_share(node: TreeNode) -> int:
 
 
 def _digests_of(node: TreeNode) -> bytes:
-    """Compute the keys in `node.digests` again, from the tokens.
-
-    The result is b"" if the last key of the node's parent is unknown.
-    """
     parent = node.parent
     assert parent is not None, "the root is not listed"
     if parent.parent is None:
@@ -227,11 +218,6 @@ def _digests_of(node: TreeNode) -> bytes:
 
 
 def _residency_findings(node: TreeNode) -> list[str]:
-    """Return violated invariants about which tiers have the node's blocks.
-
-    A block without a lease must be on the device or on the host. If a block is on the device, all
-    blocks before it on the path must be on the device, too.
-    """
     wrong = []
     device, host = node.copies
     lost = (device.states == CopyState.ABSENT) & (host.states != CopyState.READY)

@@ -71,7 +71,7 @@ def _packed(tokens: Tokens) -> bytes:
 
 
 def _pack_sequence(tokens: Sequence[int]) -> bytes:
-    """Return packed tokens; numbers from 2**31 to 2**32 - 1 become negative int32 numbers."""
+    """Return packed tokens, where integers from 2**31 to 2**32 - 1 can become negative."""
     if isinstance(tokens, (AbstractSet, Mapping)):
         raise BadRequestError(
             f"tokens must be a sequence with an order, not a {type(tokens).__name__}"
@@ -454,10 +454,6 @@ class Prompt:
 
 
 def _extras(media: Sequence[MediaItem], num_tokens: int, block_size: int) -> dict[int, bytes]:
-    """Return the extra keys of the blocks that `media` overlap, by number of the block.
-
-    A partial last block counts as a block.
-    """
     # By block, since searching all items for each block is slow.
     items: dict[int, list[MediaItem]] = {}
     for item in media:
@@ -691,10 +687,7 @@ class _Chain:
         self._lock = Lock()
 
     def up_to(self, stop: int) -> list[bytes]:
-        """Return the known digests, after computing those of the blocks before `stop`.
-
-        The list begins with block `start`, and has more blocks if more digests are known already.
-        """
+        """Return the digests from block `self.start` on, at least up to block `stop` - 1."""
         digests, count = self._digests, stop - self.start
         if len(digests) < count:
             with self._lock:

@@ -567,7 +567,6 @@ class TierCopies:
             self._slots = slots[:kept]
 
     def _settle(self) -> None:
-        """Replace the array of states by one value if all states are equal."""
         states = self._states
         if states is None:
             return

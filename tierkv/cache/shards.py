@@ -234,16 +234,14 @@ class ShardScheme:
         return head * head_bytes, (head + 1) * head_bytes
 
     def _nearest(self, reader: Shard, writers: int) -> Shard:
-        """Return the writing rank at the reader's relative place, rank / size rounded down."""
         return Shard(reader.rank * writers // reader.size, writers)
 
     def _holder(
         self, plane: Plane, at: int, writers: int, nearest: Shard
     ) -> tuple[Shard, int, int]:
-        """Return a shard of the `writers` ranks that has byte `at` of a plane, and its byte range.
+        """Return a writer's shard that has byte `at` of the plane, and the shard's byte range.
 
-        Bytes are counted within one token with the heads of all ranks; `nearest` is returned if it
-        has the byte.
+        `at` and the range count the bytes of all heads of one token, and `nearest` is preferred.
         """
         for shard in (nearest, *(Shard(rank, writers) for rank in range(writers))):
             start, stop = self._range(plane, shard)
@@ -253,7 +251,6 @@ class ShardScheme:
 
 
 def _bytes_of_heads(plane: Plane) -> int:
-    """Return the bytes of all heads of one token, or of one block if `token_bytes` is None."""
     return plane.block_bytes if plane.token_bytes is None else plane.token_bytes
 
 
@@ -279,7 +276,7 @@ class _Payload:
 
 
 def _runs(payload: Bytes1D, start: int, pitch: int, piece: Piece) -> Bytes1D:
-    """Return the bytes of `piece` in `payload`, uint8 [piece.count, piece.width], without a copy.
+    """Return a view of `piece` in `payload`, uint8 [piece.count, piece.width].
 
     Row i begins at byte start + i * pitch.
     """

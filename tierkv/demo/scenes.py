@@ -136,7 +136,7 @@ class DemoNodes:
 
 
 class Play:
-    """The scenes, in order.
+    """The scenes of the demo, each of which sends prompts to nodes and compares the answers.
 
     Args:
         nodes: the running nodes.

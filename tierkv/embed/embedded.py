@@ -102,7 +102,7 @@ class Embedded:
 
     @property
     def service(self) -> Service:
-        """The service.
+        """The service in the background thread that manages the blocks.
 
         Other threads may read its `planes`, `device` and `fingerprint`, and must not call its
         methods.

@@ -1044,8 +1044,8 @@ class EngineCache:
         """Return the copies and publishes that have ended since the last call.
 
         Args:
-            finished: reports of ranks in other processes, each for a plan that has ended on the
-                rank. The reports of `planes` need not be passed.
+            finished: the reports of ranks in other processes about plans that have ended. The
+                reports of a rank in this process are read without this argument.
         """
         for report in finished:
             self._report(report)

@@ -31,7 +31,7 @@ class AbortedError(TierKVError):
 
 
 class Answer(Enum):
-    """The state of a call."""
+    """The state of a call to the service's thread: still running, done, or refused."""
 
     READY = "ready"  # `result()` returns the result
     ASK_AGAIN = "ask_again"  # not done yet: ask again in the next step
@@ -320,9 +320,10 @@ class Exchange:
             self.failure = error
 
     def fail(self, error: TierKVError) -> None:
-        """End with `error` all calls that have no answer yet, and all later calls.
+        """Make all pending calls and all later calls fail with `error`.
 
-        If `refuse` was called before, later calls get the error of the first `refuse` instead.
+        If `refuse` was called before, later calls fail with the error that was passed to the first
+        call of `refuse`.
         """
         self.refuse(error)
         for call in self.pending():

@@ -169,15 +169,16 @@ class Nodes:
 
     Attributes:
         all: The nodes.
-        model: Name of the model of the most frequent fingerprint; "" before the first report of a
-            node.
+        model: Name of the model that is served: the model of the fingerprint that most nodes have
+            reported; "" before the first report.
 
     Args:
         section: URLs of the nodes by role.
-        health: Seconds for which a failed node receives no requests.
+        health: Settings of the probes of nodes, and of the time for which a failed node receives no
+            requests.
 
     Raises:
-        ConfigError: No node is given, a node is given twice, or a URL cannot be that of a node.
+        ConfigError: No node is given, a node is given twice, or a URL is malformed.
     """
 
     def __init__(self, section: GatewaySection, health: HealthSection) -> None:

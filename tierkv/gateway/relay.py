@@ -248,7 +248,7 @@ class Delivery:
         await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0**self.num_attempts, _LONGEST_PAUSE_S))
 
     def wake(self, _: object = None) -> None:
-        """Wake the caller that waits in `news`. The argument is ignored."""
+        """End the wait for new tokens in `news`. The argument is ignored."""
         self._changed.set()
 
     # For the tasks that read nodes
@@ -423,13 +423,17 @@ class Delivery:
     # Calls
 
     async def read(self, node: BackendNode, path: str, body: Body, *, offset: int) -> Done:
-        """Call a node, and append all tokens of its streamed answer.
+        """Call a node, and append the tokens of its streamed answer to the answer received so far.
 
         Args:
             node: The node to call.
             path: Path of the node's route.
             body: Body of the call, in msgpack.
-            offset: Position in the answer of the first token of this stream.
+            offset: Position in the answer of the first token that the node sends. Tokens that
+                another node has sent before are not appended again.
+
+        Returns:
+            The event that ended the node's answer.
 
         Raises:
             AttemptError: The call has failed. The failure is recorded.

@@ -120,9 +120,9 @@ class CallerStream:
 
 
 def _aligned(num_rows: int, row_bytes: int, setting: str) -> npt.NDArray[np.uint8]:
-    """Return page-aligned memory of zeros, uint8 [num_rows, row_bytes]; errors name `setting`.
+    """Return page-aligned zeros, uint8 [num_rows, row_bytes].
 
-    The kernel allocates each page when it is first used.
+    The kernel allocates each page when the page is first used.
     """
     try:
         raw = np.zeros(num_rows * row_bytes + _PAGE, np.uint8)
@@ -232,7 +232,7 @@ class CpuLane:
         return events
 
     def _is_one_call(self, copy: BlockCopy) -> bool:
-        """Return whether to copy all layers in one call; they then arrive at the same time."""
+        """Return whether to copy all layers in one call, so that they arrive at the same time."""
         if not self._may_call or len(copy) * self._planes.layout.block_bytes > _ONE_CALL_BYTES:
             return False
         try:
@@ -248,7 +248,6 @@ class CpuLane:
             self._run(*found)
 
     def _run(self, copy: BlockCopy, events: tuple[CpuEvent, ...]) -> None:
-        """Copy layer after layer; after an error, all further layers fail with that error."""
         at = 0
         try:
             deadline = time.monotonic() + _AFTER_TIMEOUT_S
@@ -344,12 +343,12 @@ def check_copy(copy: BlockCopy, direction: Direction, num_blocks: int, num_slots
 
     Args:
         copy: the copy.
-        direction: direction of the lane.
-        num_blocks: number of device blocks of the lane.
-        num_slots: number of host slots of the lane.
+        direction: direction of the lane: LOAD or OFFLOAD.
+        num_blocks: number of blocks on the lane's device.
+        num_slots: number of the lane's host slots.
 
     Raises:
-        LayoutError: the direction differs, or an id is out of range.
+        LayoutError: the copy has the other direction, or the id of a block or slot is out of range.
     """
     if copy.direction is not direction:
         raise LayoutError(

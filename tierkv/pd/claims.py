@@ -734,8 +734,8 @@ def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | Non
 
     Args:
         deadline_s: seconds that the claim may wait for storage; less than 0.1 counts as 0.1.
-        step_s: smallest number of seconds left after blocks have arrived; if fewer are left, the
-            budget is extended.
+        step_s: after each arrival of blocks, the claim may wait for at least this many more
+            seconds, even beyond `deadline_s`.
         estimator: estimates the times of fetching and computing, for a claim that can also compute
             blocks; None for a claim that needs the whole prompt.
     """

@@ -422,7 +422,10 @@ class Handoff:
         self.stats = stats
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences. Call this only when no publish runs."""
+        """Check the bookkeeping of hand-offs; return a sentence for each error.
+
+        Call this only when no publish runs.
+        """
         wrong = []
         if self._staging.num_free_groups != NUM_GROUPS:
             wrong.append("no publish runs, but staging slots are still lent")

@@ -304,9 +304,10 @@ class WorkerPlanes:
     def close(
         self, unreported: Sequence[Finished] = (), *, is_process_ending: bool = False
     ) -> None:
-        """Wait until all running copies have ended, report them to the scheduler, and end.
+        """Wait until all running copies have ended, and release the host slots.
 
-        `finished` still returns the outcomes of these copies. Further calls do nothing.
+        The scheduler receives the outcomes of these copies over the connection. `finished` returns
+        the outcomes, too. Further calls do nothing.
 
         Args:
             unreported: reports that `finished` has returned and the engine has not passed to the

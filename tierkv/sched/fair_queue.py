@@ -191,9 +191,10 @@ class WaitingLine:
         self._holding = None
 
     def forget(self, space: str) -> None:
-        """Discard the count of blocks that a closed space's requests received.
+        """Delete the number of blocks that were given to the requests of a closed space.
 
-        While a space is open, the count decides when its next request is admitted.
+        While a space (the part of the index for one fingerprint) is open, this number decides when
+        the space's next request is admitted.
         """
         self._given.pop(space, None)
 
@@ -226,8 +227,10 @@ class WaitingLine:
     def next(self, may_go: Callable[[Waiting], bool]) -> Waiting | None:
         """Return the next request to admit; None if there is none.
 
-        If `may_go` returns False for the first request of a space, all other requests of this space
-        are skipped too: small requests would otherwise starve a big one.
+        Args:
+            may_go: returns True if a request can be admitted now. If it returns False for the first
+                request of a space, all other requests of this space are skipped too: small requests
+                would otherwise starve a big one.
         """
         found = {priority: self._firsts(level) for priority, level in self._levels.items()}
         self._levels = {one: level for one, level in self._levels.items() if found[one]}
@@ -281,12 +284,12 @@ class WaitingLine:
         heapq.heappush(self._parked.setdefault(wait.promise, []), (wait.stop, waiting.number))
 
     def unpark(self, waiting: Waiting) -> PromiseWait | None:
-        """End the wait of a parked request, so that it can be admitted again.
+        """End a request's wait for blocks that another request computes.
 
-        The request keeps its position in the queue.
+        The request keeps its position in the queue, and can be admitted again.
 
         Returns:
-            The wait that has ended; None if the request was not parked.
+            The wait that has ended; None if the request did not wait for such blocks.
         """
         wait = waiting.unpark()
         if wait is not None:

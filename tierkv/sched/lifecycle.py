@@ -280,9 +280,10 @@ class Lifecycle:
         self._tiers.slots.lend(Tier.DEVICE, self._asleep)
 
     def refill_device(self, num_blocks: int) -> None:
-        """Make `num_blocks` slots of the sleeping device free for use, and wake waiting requests.
+        """Use the device tier again after a sleep, with `num_blocks` free slots.
 
-        The caller must have allocated memory for them.
+        Call this when memory for the slots has been allocated. Requests that wait for slots
+        continue.
         """
         assert self._asleep is not None, "only a sleeping device is woken"
         slots, self._asleep = self._asleep, None

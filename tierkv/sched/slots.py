@@ -131,7 +131,7 @@ class Work:
         self._listeners.append(listener)
 
     def capacity_changed(self) -> None:
-        """Wake all callers that wait for slots, and call the listeners."""
+        """Wake the tasks that wait for slots, and call the functions passed to `on_capacity`."""
         self.num_changes += 1
         if self._changed is not None:
             self._changed.set()
@@ -337,8 +337,8 @@ class Slots:
         """Take acquired slots out of use, because their tier is becoming smaller.
 
         Args:
-            tier: the tier of the slots, which is in `leaving`.
-            slots: ids of at least `leaving[tier].first`, int32 [n].
+            tier: the shrinking tier, a key of `leaving`.
+            slots: ids of the slots, int32 [n]; none is below `leaving[tier].first`.
         """
         self.lend(tier, slots)
         self.leaving[tier].slots.append(slots)

@@ -153,10 +153,13 @@ class Tenants:
     def open(self, fingerprint: Fingerprint, quota: Quota) -> str:
         """Open a space for `fingerprint`, in addition to the service's own space.
 
+        A space is the part of the index for one fingerprint.
+
         Args:
             fingerprint: the fingerprint of the blocks in the space.
-            quota: largest numbers of device and host blocks in the space; None for no limit. The
-                quota is kept for the next time if the space is closed automatically.
+            quota: largest numbers of device and host blocks in the space; a number is None for no
+                limit. If the space is closed automatically because it is unused, the quota applies
+                again when the space is opened again.
 
         Returns:
             The name of the space.

@@ -675,7 +675,7 @@ class Service:
                 return Budget(deadline_s)
 
     def fetches(self, spec: RequestSpec) -> bool:
-        """Return True if storage may be searched for the request's blocks.
+        """Return True if the service fetches missing blocks of the request from storage.
 
         The result is False without a storage tier, and for a request that does not use the cache.
         """
@@ -786,9 +786,9 @@ class Service:
         return await self.require_handoff().tickets.forget(ticket_id)
 
     async def acknowledge(self, ticket_id: str) -> None:
-        """Record that a ticket was claimed.
+        """Record in the store that a ticket was claimed.
 
-        Call this for an engine that has read the ticket's prompt by itself instead of by `claim`.
+        Call this for an engine that has read the prompt's blocks without a call of `claim`.
 
         Raises:
             HandoffError: the ticket does not exist.
@@ -903,9 +903,10 @@ class Service:
         return self._parts.stats()
 
     def verify(self, *, num_leases: int = 0) -> list[str]:
-        """Return a sentence for each violated invariant.
+        """Check the bookkeeping of blocks, slots and leases; return a sentence for each error.
 
         Args:
-            num_leases: number of leases that the caller has acquired and not released.
+            num_leases: number of leases that code outside the service has acquired and not
+                released.
         """
         return self._parts.verify(num_leases)

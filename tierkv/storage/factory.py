@@ -266,7 +266,7 @@ class StorageSettings(StoreSettings):
             )
 
     def codecs(self) -> TenantCodecs:
-        """Read the key, and return the codecs for blocks.
+        """Read the secret key, if one is set, and return the codecs for stored blocks.
 
         Raises:
             ConfigError: the key cannot be read or used.

@@ -888,9 +888,10 @@ class WriteQueue:
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """Queue `items`, wait until they are written, and return their outcomes.
 
-        If more than `max_bytes` bytes wait, the least valuable writes are dropped with the outcome
-        FULL. If this call is cancelled, writes that have not begun are withdrawn, and the call
-        raises CancelledError when the others have ended.
+        If the queued values have more than `max_bytes` bytes together, those of the lowest worth
+        are dropped with the outcome FULL. If this call is cancelled, its values that are not being
+        written yet are removed from the queue, and the call raises CancelledError once its other
+        writes have ended.
         """
         if not self._is_open:
             return [PutOutcome(PutStatus.FAILED, f"{self._owner} is closed")] * len(items)

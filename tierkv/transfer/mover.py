@@ -255,10 +255,10 @@ def _outcome(event: Event) -> tuple[TransferError | None] | None:
 
 
 class Submitted(msgspec.Struct, eq=False):
-    """The events or the error of a copy that was submitted without a thread.
+    """The events or the error of a copy that was submitted on the calling thread.
 
-    The class has the methods of a Future that is done, so callers can treat both in the same
-    manner.
+    The class has the methods of a Future that is done, because other copies are submitted on
+    another thread and have a Future.
     """
 
     events: tuple[Event, ...]

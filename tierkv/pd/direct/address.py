@@ -71,12 +71,13 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """A claimer's question: where do blocks [first, stop) of a ticket lie in the producer's memory?
+    """A claimer's question: the memory addresses of blocks [first, stop) of a published prompt.
 
-    A new question on the same connection lets the producer evict the blocks of its last answer.
+    The producer protects the blocks of its answer from eviction. A new question on the same
+    connection ends this protection.
 
     Attributes:
-        offer: name of the ticket's blocks, from the ticket's address.
+        offer: name by which the producer finds the prompt's blocks; the ticket contains this name.
         first: index of the first block in the prompt.
         stop: index after the last block.
         machine: identity of the claimer's machine, to ask for blocks on the producer's device; ""

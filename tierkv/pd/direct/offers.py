@@ -209,7 +209,8 @@ class Offers:
     Attributes:
         reads_memory: True while this process can probably read the memory of other processes of
             this machine; False once the kernel has forbidden a read.
-        engine: reads from nodes on other machines; None if it does not run.
+        engine: Mooncake's transfer engine, which reads from nodes on other machines; None while it
+            does not run.
     """
 
     def __init__(self, storage: StorageIO, stats: HandoffStats) -> None:

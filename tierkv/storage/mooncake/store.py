@@ -421,17 +421,19 @@ class KnownMemory:
     def known(
         self, values: Sequence[Pieces]
     ) -> Iterator[tuple[Sequence[Pieces], Sequence[tuple[memoryview, memoryview]]]]:
-        """Yield, per value, views of registered memory through which Mooncake moves its bytes.
+        """Yield registered memory for values, which Mooncake can read and write.
 
-        A piece inside registered memory is its own view. Another piece gets a view of scratch
-        memory, and the caller must copy the bytes between both. A piece that is too large for the
-        scratch memory is yielded unchanged. The call blocks while all scratch memory is in use.
+        A piece of a value that lies in registered memory is yielded unchanged. For another piece, a
+        view of scratch memory is yielded. The caller must copy the bytes from the piece to this
+        view before a write, and back after a read. A piece that is too large for the scratch memory
+        is yielded unchanged. The call blocks while all scratch memory is in use.
 
         Args:
             values: the pieces of each value.
 
         Yields:
-            The views of each value, and the pairs of a piece and its view in scratch memory.
+            The memory of each value, piece by piece; and the pairs of a piece and its view of
+                scratch memory.
         """
         if not self._pools:
             yield values, ()

@@ -353,7 +353,11 @@ def _host(host: object, more: Sequence[object]) -> str:
 
 
 def masters(table: Sequence[Address | None]) -> list[Address]:
-    """Return each address in a table of slots once, sorted by host and port."""
+    """Return each server in the cluster's hash slot table once, sorted by host and port.
+
+    Args:
+        table: the address of the server of each hash slot; None if the slot has none.
+    """
     found = {address for address in table if address is not None}
     return sorted(found, key=lambda address: (address.host, address.port))
 

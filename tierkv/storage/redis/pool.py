@@ -364,11 +364,11 @@ class ConnectionPool:
                 )
 
     def requeue(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
-        """Queue requests again that have lost their connection before the reply, or fail them.
+        """Send requests again whose connection ended before the reply, or let the requests fail.
 
-        A request is queued again if it can be retried and has retries left. If the server refused a
-        new connection while another connection works, all requests except the login are queued
-        again.
+        A request is sent again if it can be repeated and has retries left. All requests except the
+        login are sent again if the server has only refused a new connection, and another connection
+        works.
 
         Args:
             requests: the requests, the oldest first; their buffers are no longer in use.

@@ -1,11 +1,13 @@
-r"""The Redis protocol (RESP2) without I/O. Values in requests and replies are not copied.
+r"""The Redis protocol (RESP2) without I/O.
+
+Values are not copied: they are sent from the caller's buffers, and the socket receives them
+directly into the caller's buffers. All other bytes of replies are received into a scratch buffer:
 
     $2097240 \r\n | header | host slot ............ | \r\n +OK\r\n $...
     '- scratch -'  '------ the caller's buffers ----'  '--- scratch ---'
 
-The parser returns the buffers for the next bytes, so that the socket writes a value directly into
-the caller's buffers. An exception is the start of a value that arrives together with the line
-before it, which states the value's length: it arrives in the scratch buffer and is copied.
+The length of a value is known only after the line before the value was received. The first bytes of
+the value that are received together with this line are in the scratch buffer, too, and are copied.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""One connection to a Redis server; values move between the socket and the callers' buffers.
+"""One connection to a Redis server.
 
-    submit, send -> [ pieces to send ] -> socket -> server
-    outcome <- [ in flight, in order ] <- socket <-'
-       '-> the owner submits more, before any caller is woken
+Values are sent from the buffers of a request, and received into them, without a copy. The
+connection uses a request's buffers from `submit` until the request's outcome is set.
 
 The server answers requests in order: a reply belongs to the oldest request without a reply, even if
-the caller of that request was cancelled. The connection uses a request's buffers from `submit`
-until the request's outcome is set. When the socket is closed, every request without a reply is
-either sent again over another connection or gets the outcome `Unanswered`.
+the caller of that request was cancelled. When replies have arrived, the next queued requests are
+sent before the tasks that wait for the outcomes continue, so that the server stays busy.
+
+When the socket is closed, every request without a reply is either sent again over another
+connection or gets the outcome `Unanswered`.
 """
 
 from __future__ import annotations
