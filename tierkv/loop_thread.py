@@ -267,7 +267,7 @@ class LoopThread:
 
 
 async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, Exception | None]:
-    """Return (result, None), or (None, error) so that the error does not cancel the task group."""
+    """Return the error as a value, so that it does not cancel the task group."""
     try:
         return await work, None
     except Exception as error:  # noqa: BLE001 - the future raises it
@@ -289,7 +289,6 @@ def _exit() -> None:
 
 
 def _before_thread_pools_end(call: Callable[[], None]) -> None:
-    """Register `call` to run at exit before concurrent.futures ends its thread pools."""
     # `atexit` is too late for that. These hooks run in reverse order of registration, and the
     # import above has registered the hook of the thread pools before.
     early: Callable[[Callable[[], None]], object] | None = vars(threading).get("_register_atexit")

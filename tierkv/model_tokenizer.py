@@ -308,7 +308,6 @@ class _WindowDecoder:
 
 
 def _template(path: Path, text: str) -> _Template:
-    """Compile a chat template, and add the functions that model authors expect in it."""
     jinja2 = optional("jinja2", path)
     sandbox = importlib.import_module("jinja2.sandbox").ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

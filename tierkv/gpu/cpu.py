@@ -275,7 +275,6 @@ class CpuLane:
                 event.reach(failed)
 
     def _copies_at_once(self, copy: BlockCopy) -> bool:
-        """Copy all blocks in one call; return False if the kernel does not permit the call."""
         arrays, host = self._planes.arrays, self._host.array
         if len(self._placed) != len(arrays) or any(map(is_not, self._placed, arrays)):
             self._placed = tuple(arrays)

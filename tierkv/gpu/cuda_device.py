@@ -289,9 +289,9 @@ class CudaDevice:
             raise
 
     def _pinned(self, layout: Layout, host: HostSlots) -> tuple[PinnedSlots, Callable[[], None]]:
-        """Return `host` as pinned memory, and a function that ends this use of the pinned memory.
+        """Return `host` as pinned memory, and a function that ends this use of the memory.
 
-        The lanes of a device share the pinned memory.
+        All lanes of the device share the pinned memory.
         """
         if isinstance(host, PinnedSlots):
             return host, lambda: None
@@ -311,7 +311,6 @@ class CudaDevice:
         return pinned, partial(self._unpin, address)
 
     def _is_computing(self) -> bool:
-        """Return whether the engine's stream still has unfinished work after a wait of 0.5 ms."""
         try:
             event = self.compute_stream.record()
             time.sleep(_AT_ONCE_S)

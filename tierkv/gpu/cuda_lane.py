@@ -206,7 +206,7 @@ class Pipeline:
         return bool(self._rectangles) and (self._last_end is None or self._last_end.is_done)
 
     def _may_begin_straight(self, unit: Unit) -> bool:
-        """Return True if the copy engine should copy the first unit's blocks, without a kernel."""
+        """Return whether to copy the blocks of the first unit as rectangles, without staging."""
         return (
             unit.num_bytes == self._block_bytes
             and unit.num_blocks * len(self._rectangles) <= _STRAIGHT_CALLS
@@ -215,9 +215,9 @@ class Pipeline:
         )
 
     def _move_straight(self, copy: BlockCopy, count: int) -> CudaEvent:
-        """Submit the copy's first `count` blocks without staging; return the event of their end.
+        """Submit copies of the first `count` blocks directly between planes and host slots.
 
-        The GPU's copy engine copies rectangles of bytes directly between planes and host slots.
+        The GPU's copy engine copies rectangles of bytes without staging memory.
         """
         for event in copy.after:
             self._copies.wait(event, 0.0)
@@ -254,11 +254,10 @@ class Pipeline:
     def _write_pieces(
         self, unit: Unit, slots: Addresses, staging: int, *, joins: bool
     ) -> tuple[int, int]:
-        """Write the addresses and sizes of a unit's pieces into the arrays that the driver reads.
+        """Write the addresses and sizes of a unit's pieces into the driver's arrays.
 
-        `slots` are the addresses of the host slots, `staging` is the address of the unit's first
-        row in staging memory. With `joins`, adjacent slots become one piece. Return the number of
-        pieces and the bytes of the largest one.
+        `slots` are addresses of host slots, and with `joins` adjacent slots become one piece.
+        Return the number of pieces and the bytes of the largest piece.
         """
         count, host, staged = len(slots), self._host_column.values, self._staging_column.values
         if unit.row_bytes != self._row_bytes:
@@ -282,10 +281,7 @@ class Pipeline:
         return count, int(sizes.max())
 
     def _copy(self, count: int, largest: int) -> CudaEvent:
-        """Submit the first `count` pieces of `_write_pieces`; return the event of their end.
-
-        `largest` is the number of bytes of the largest piece.
-        """
+        """Submit the first `count` pieces of `_write_pieces`, each of at most `largest` bytes."""
         targets, sources = self._host_column, self._staging_column
         if self._direction is Direction.LOAD:
             targets, sources = sources, targets
@@ -309,7 +305,6 @@ class Pipeline:
         return min(_FIRST_BATCH_PIECES << len(self._under_way), _BATCH_PIECES)
 
     def _switch_stream(self) -> None:
-        """Submit further copies to the other copy stream, after all copies submitted so far."""
         self._copies_next.wait_bound(self._under_way[-1])
         self._copies, self._copies_next = self._copies_next, self._copies
         self._since_turn = 0
@@ -411,11 +406,7 @@ class CudaLane:
             return job.events
 
     def _may_begin(self, copy: BlockCopy) -> bool:
-        """Return whether the calling thread can begin the copy, before the lane's thread runs.
-
-        This is the case if no earlier copy is queued, few begun copies still run, the host slots
-        are pinned, and the copy waits for no events but CUDA events.
-        """
+        """Return whether the calling thread can begin the copy without the lane's thread."""
         if self._num_queued or self._before_copy is not None or not self._host.is_pinned:
             return False
         if self._host.is_closed or self._planes.is_closed:
@@ -457,8 +448,8 @@ class CudaLane:
     def _begun(self, copy: BlockCopy) -> tuple[Units, list[tuple[Unit, CudaEvent]]]:
         """Submit the first few units of the copy on the caller's thread.
 
-        Return an iterator that submits the remaining units, and the list of units submitted so far,
-        each with the CUDA event that marks its end.
+        Return an iterator that submits the remaining units as it yields them, and the units
+        submitted so far with their CUDA events.
         """
         units = self._units(copy, 0.0)
         begun: list[tuple[Unit, CudaEvent]] = []
@@ -492,7 +483,6 @@ class CudaLane:
             self._on_close()
 
     def _run(self, job: _Job) -> None:
-        """Submit all remaining units of a copy, on the lane's thread."""
         units = job.units
         try:
             if units is None:
@@ -518,10 +508,6 @@ class CudaLane:
                 self._num_queued -= 1
 
     def _complete_layers(self, job: _Job, unit: Unit, end: CudaEvent) -> None:
-        """Wake those who wait for a layer, if the copy of the unit's layers is wholly submitted.
-
-        The waiters get `end`, the CUDA event that marks the unit's end.
-        """
         if unit.stop < len(job.copy):
             return
         with self._progress:
@@ -531,10 +517,7 @@ class CudaLane:
             self._progress.notify_all()
 
     def _units(self, copy: BlockCopy, timeout_s: float) -> Units:
-        """Wait for `copy.after`, then yield the units of the copy.
-
-        Each is submitted when it is yielded.
-        """
+        """Wait for `copy.after`, then submit each unit of the copy when it is yielded."""
         assert self._pipeline is not None, "the thread ends before the pipeline goes"
         if self._planes.is_closed:
             raise LayoutError("these planes are closed")

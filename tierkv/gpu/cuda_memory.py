@@ -117,7 +117,6 @@ def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
 
 
 def _address(tensor: object) -> int | None:
-    """Return the address in a tensor's CUDA array interface; None if it has no such interface."""
     try:
         address: int = tensor.__cuda_array_interface__["data"][0]  # type: ignore[attr-defined]
     # KeyError: from torch, for an fp8 type.
@@ -342,7 +341,6 @@ def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaP
 
 
 def _allocation(gpu: Gpu, address: int) -> range:
-    """Return the addresses of the allocation that contains `address`; an empty range if unknown."""
     with gpu.bound():
         try:
             start, size = load_driver().allocation_of(address)
@@ -414,7 +412,6 @@ def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
 
 
 def _check_within(plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
-    """Raise LayoutError if another process's plane reaches beyond its allocation."""
     # A kernel that reads beyond an allocation makes the GPU unusable for this process.
     end = place.address + (num_blocks - 1) * place.stride + plane.block_bytes
     is_within = place.address in place.allocation and end <= place.allocation.stop

@@ -184,7 +184,6 @@ def _speed_finding(what: str, speed: float, link: numa.PcieLink | None) -> Findi
 
 
 def _measured(gpu: Gpu, name: str) -> tuple[list[Finding], dict[str, float]]:
-    """Measure pinning and copies of a GPU; return findings, and the GB/s of each direction."""
     from tierkv.gpu.cuda_memory import DeviceMemory, timed_copies  # noqa: PLC0415 - CuPy is there
     from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
 

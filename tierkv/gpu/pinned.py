@@ -177,10 +177,7 @@ class PinnedSlots:
         del _pinned_pages[self.address]
 
     def _pin_all(self) -> None:
-        """Pin one chunk after the other until none is left.
-
-        Each pinning thread runs this method.
-        """
+        """Pin chunks until none is left, in each of the pinning threads."""
         while (index := self._next()) is not None:
             began, pin = time.monotonic(), self._pins[index]
             try:
@@ -197,7 +194,6 @@ class PinnedSlots:
                 pin.cancel()  # no copy waits any longer
 
     def _next(self) -> int | None:
-        """Return the index of the next chunk to pin; None if none is left or the slots close."""
         with self._lock:
             index = next(iter(self._left), -1)
             while self._wanted:
@@ -212,7 +208,6 @@ class PinnedSlots:
             return index
 
     def _pin(self, chunk: range) -> None:
-        """Allocate the pages of a chunk, and register them with the driver."""
         address = self._first_byte + chunk.start * self.stride
         num_bytes = min(self._first_byte + chunk.stop * self.stride, self._end) - address
         _populate(address, num_bytes)
@@ -240,7 +235,11 @@ def _is_good(pin: Future[None]) -> bool:
 
 
 def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
-    """Divide the slots into chunks to pin; each starts at a page boundary and has whole slots."""
+    """Divide the slots into chunks that begin at page boundaries.
+
+    Two chunks share no page and no slot, since the copy engine cannot copy a piece that lies
+    in two chunks.
+    """
     least = _PAGE // gcd(stride, _PAGE)
     step = max(chunk_bytes // (stride * least), 1) * least
     return [
@@ -249,9 +248,9 @@ def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
 
 
 def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]:
-    """Map new memory near the GPU, uint8 [num_slots, block_bytes], aligned to huge pages.
+    """Map memory near the GPU, uint8 [num_slots, block_bytes], aligned to huge pages.
 
-    Each page is allocated when it is first used.
+    The kernel allocates each page when the page is first used.
     """
     num_bytes = num_slots * block_bytes
     length = -(-max(num_bytes, 1) // numa.HUGE_PAGE) * numa.HUGE_PAGE
@@ -283,9 +282,9 @@ def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]
 
 
 def _huge_pages(length: int) -> mmap.mmap | None:
-    """Map `length` bytes of the machine's reserved huge pages; None if too few are free.
+    """Map reserved huge pages, which memory limits of containers do not count.
 
-    Memory limits of containers do not count these pages.
+    Return None if too few pages are free.
     """
     if numa.free_huge_pages() * numa.HUGE_PAGE < length:
         return None
@@ -299,10 +298,9 @@ def _huge_pages(length: int) -> mmap.mmap | None:
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Allocate every page of a range of memory, without changing its content.
+    """Allocate every page of a memory range without changing its content.
 
-    On a kernel before Linux 5.14 the call does nothing, and registering allocates the pages more
-    slowly.
+    Before Linux 5.14 the call does nothing, and registering allocates the pages more slowly.
     """
     start = address // _PAGE * _PAGE
     length = -(-(address + num_bytes) // _PAGE) * _PAGE - start

@@ -4,9 +4,9 @@ A plane is the device memory for one role (key, value, ...) of one layer. A lane
 copies in one direction between planes and host slots. Some devices can also share planes with other
 processes on the machine.
 
-`submit` and `record` return before the work is done. Only an event whose `is_done` is True says
-that bytes have arrived. The CPU device behaves in the same way: copies finish later, and in order
-within a stream.
+`Lane.submit` and `Stream.record` return before the work is done, and return events. Bytes have
+arrived only when `is_done` of the event is True. The CPU device behaves in the same way: copies
+finish later, and in order within a stream.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def _huge_pages() -> MemoryLimit:
 
 
 def _shared_memory_folder() -> MemoryLimit:
-    """Return the limit on files in /dev/shm, where engines (not tierkv) share memory."""
+    """Return the room in /dev/shm, which engines use for shared memory and tierkv does not."""
     left = limit = None
     try:
         found = os.statvfs(numa.ROOT / "dev/shm")
@@ -211,7 +211,6 @@ def _shared_memory_folder() -> MemoryLimit:
 
 
 def _cgroup_limit() -> MemoryLimit:
-    """Return the limit with the fewest bytes left, of this process's cgroup and its parents."""
     # Pages of the file cache do not count as used: the kernel frees them first.
     rooms = chain.from_iterable(
         version.rooms(folder) for version in _CGROUP_VERSIONS for folder in version.folders()
@@ -245,7 +244,6 @@ class _CgroupVersion:
     dropped: tuple[str, ...]
 
     def folders(self) -> list[Path]:
-        """Return the folders of this process's cgroup and of its parents."""
         # In a container the cgroup may be the base, even if /proc/self/cgroup names another.
         base = numa.ROOT / self.base
         folders = [base]
@@ -257,7 +255,6 @@ class _CgroupVersion:
         return folders
 
     def rooms(self, folder: Path) -> Iterator[tuple[int, int, str]]:
-        """Yield bytes left, limit in bytes, and the limit's file, for each limit that is set."""
         used = numa.read(folder / self.used)
         for name in self.limits:
             limit = numa.read(folder / name)
@@ -308,7 +305,6 @@ def _tracked_bytes() -> int:
 
 
 def _unfilled_bytes() -> int:
-    """Return the bytes of the memory passed to `track` for which the kernel has no pages yet."""
     unfilled = 0
     for address, num_bytes in list(_tracked.values()):
         start = address // mmap.PAGESIZE * mmap.PAGESIZE

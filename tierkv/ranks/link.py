@@ -343,7 +343,7 @@ def remove_left_over(paths: Iterable[str | Path]) -> None:
 
 
 def _is_left_over(path: str | Path) -> bool:
-    """Return True if `path` is a socket file at which no process listens.
+    """Return whether `path` is a socket file at which no process listens.
 
     The probe is a datagram socket, which cannot connect to a stream socket and so disturbs no
     listener.

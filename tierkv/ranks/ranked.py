@@ -50,7 +50,6 @@ LATE_S = 5.0
 
 
 def _close(parts: Sequence[Device | Planes | HostSlots | Lane]) -> None:
-    """Close the object of each rank, even if closing another one has raised."""
     with ExitStack() as stack:
         for part in parts:
             stack.callback(part.close)
@@ -275,7 +274,7 @@ class _PendingCopies:
         self._lock = threading.Lock()
 
     def begin(self) -> Callable[[int], None]:
-        """Add a copy; return a function to call with the number of each rank that finishes it."""
+        """Add a copy, and return a function to call with the number of each rank at its end."""
         with self._lock:
             number = next(self._numbers)
             self._copies[number] = _PendingCopy(self._now(), set(self._finished_at))
@@ -307,10 +306,6 @@ class _PendingCopies:
             ]
 
     def _silent_s(self, rank: int, oldest: _PendingCopy, now: float) -> float:
-        """Return the seconds since the rank's last finished copy, at most the age of `oldest`.
-
-        `oldest` is the oldest copy that still runs.
-        """
         return now - max(self._finished_at[rank], oldest.begun)
 
 

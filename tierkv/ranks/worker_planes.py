@@ -88,7 +88,7 @@ class _Copies:
     problem: str | None = None
 
     def are_done(self) -> bool:
-        """Return True if all copies have ended. Afterwards `problem` does not change."""
+        """Return True if all copies have ended, after which `problem` does not change."""
         for group, events in list(self.events.items()):
             try:
                 if not events[-1].is_done:
@@ -366,7 +366,6 @@ class WorkerPlanes:
         link.close()
 
     def _reach(self, path: str, deadline: float) -> Link:
-        """Connect and receive the host slots; retry until `deadline`, then raise the last error."""
         while True:
             try:
                 link = self._link = connect(path, _ANSWER_S)
@@ -460,11 +459,7 @@ class RankSocket:
         self._pieces(layouts)
 
     def _pieces(self, layouts: Sequence[Layout]) -> list[list[slice]]:
-        """Return, for each cache group, the range of bytes in a host slot that each rank uses.
-
-        Raise ConfigError if the ranks' shards together do not give `layouts`, the layouts of the
-        cache groups.
-        """
+        """Return for each cache group the byte range of a host slot that each rank uses."""
         if not self._shards or {len(shards) for shards in self._shards} != {len(layouts)}:
             raise ConfigError(
                 f"there must be at least one rank, and each must have {len(layouts)} "

@@ -132,10 +132,9 @@ class Checkpoint:
 
 
 def _turned(parts: list[Floats], gain: Floats | None = None) -> Floats:
-    """Join weight matrices [out, in] to one matrix [in, sum of out], cut into column panels.
+    """Join weights [out, in] to one matrix [in, sum of out], cut into column panels.
 
-    The rows of the result are multiplied by `gain` [in], the factors of an RMSNorm, unless it is
-    None.
+    `gain` [in] has the factors of an RMSNorm, which multiply the rows of the result.
     """
     joined = np.concatenate(parts) if len(parts) > 1 else parts[0]
     return in_panels((joined if gain is None else joined * gain).T)
@@ -222,11 +221,6 @@ def _refuse_biases(path: Path, tensors: Mapping[str, object]) -> None:
 def _config(
     path: Path, about: Mapping[str, Any], name: str, weights: str, vocab_size: int
 ) -> ModelConfig:
-    """Return the sizes of a model from the fields of its config.json, or of its GGUF file.
-
-    Raises ConfigError if a size is missing or wrong, or if the reference engine does not support
-    the model. `weights` is a digest of the files; errors name `path`.
-    """
     if (kind := about.get("model_type")) != "llama":
         raise ConfigError(
             f"{path}: the reference engine supports models of type llama, not {kind}: "
@@ -278,11 +272,7 @@ _ALIGNMENT = 64
 
 
 def _shared(checkpoint: Checkpoint, folder: Path) -> Weights:
-    """Return weights in memory that all processes with the same model share.
-
-    Each process maps the same file in `folder`; the first one writes the file. Raises ConfigError
-    if the folder cannot be written to.
-    """
+    """Map weights from a file in `folder`, in memory shared by processes with this model."""
     file = folder / f"{checkpoint.config.weights}-{PANEL}.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -327,10 +317,6 @@ def _write(file: Path, tensors: Mapping[str, Floats]) -> None:
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, Callable[[], Floats]]]:
-    """Yield the name of each tensor in a file, and a function that reads it as float32.
-
-    Raises ConfigError if the file is not valid.
-    """
     try:
         with file.open("rb") as opened:
             whole = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)

@@ -70,7 +70,6 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
 
 
 def _uniform(seed: int, position: int) -> float:
-    """Return a pseudo-random number in [0, 1), which depends on nothing but the arguments."""
     word = int(np.random.Philox(key=seed, counter=position).random_raw())
     return float(word >> 11) * 2.0**-53
 
@@ -156,8 +155,8 @@ class BlockTable:
     def _tokens(self, plane: PlaneArray) -> npt.NDArray[np.generic]:
         """Return a view of the plane as [num_blocks, block_size, num_kv_heads, head_dim].
 
-        NumPy has no bfloat16, so the elements of a bfloat16 plane are uint16: the upper half of a
-        float32.
+        Elements of a bfloat16 plane are uint16, the upper half of a float32, since NumPy has no
+        bfloat16.
         """
         dtype = "uint16" if self.kv_dtype == BFLOAT16 else self.kv_dtype
         view: npt.NDArray[np.generic] = plane.view(dtype)
@@ -411,10 +410,7 @@ class _Uniform:
         self._bits = np.random.PCG64(seed)
 
     def array(self, rows: int, columns: int, *, deviation: float) -> Floats:
-        """Return the next numbers of the stream, float32 [rows, columns].
-
-        `deviation` is their standard deviation.
-        """
+        """Return the next numbers, float32 [rows, columns], with a standard `deviation`."""
         words = self._bits.random_raw(rows * columns).reshape(rows, columns)
         top = (words >> np.uint64(40)).astype(np.float32)  # 24 bits are exact in a float32
         unit = top * np.float32(2.0**-23) - np.float32(1)
@@ -422,7 +418,7 @@ class _Uniform:
         return scaled
 
     def matrix(self, rows: int, columns: int, gain: float) -> Floats:
-        """Return a random matrix, float32 [rows, columns], from the next numbers of the stream.
+        """Return a random matrix, float32 [rows, columns].
 
         A vector [rows] of root mean square 1, multiplied by the matrix, gives elements with the
         standard deviation `gain`.
@@ -600,7 +596,6 @@ class ReferenceModel:
         return self._logits(hidden[-1], row=(span.end - 1) % TILE)
 
     def _embed(self, tokens: npt.NDArray[np.integer], span: Span) -> Floats:
-        """Return the tokens' embeddings, [num_tiles, TILE, hidden], with zeros as padding."""
         rows: Floats = self._xp.zeros((span.num_tiles * TILE, self.config.hidden), np.float32)
         rows[span.live] = self._weights.embedding[self._xp.asarray(tokens)]
         return rows.reshape(span.num_tiles, TILE, self.config.hidden)
@@ -608,11 +603,10 @@ class ReferenceModel:
     def _project(
         self, hidden: Floats, weights: LayerWeights, span: Span
     ) -> tuple[Floats, Floats, Floats]:
-        """Return scaled queries, and the keys and values of the span's tokens.
+        """Return scaled queries, and the keys and values [n, num_kv_heads, head_dim].
 
-        Queries are [num_tiles, num_kv_heads, group * TILE, head_dim]: for each KV head, the TILE
-        tokens of its first query head, then those of its second, and so on. Keys and values are [n,
-        num_kv_heads, head_dim].
+        Queries are [num_tiles, num_kv_heads, group * TILE, head_dim], where each KV head has the
+        TILE tokens of its first query head, then those of its second, and so on.
         """
         c, xp = self.config, self._xp
         grouped = (span.num_tiles, c.num_kv_heads, self._group * TILE, c.head_dim)
@@ -658,7 +652,6 @@ class ReferenceModel:
         return rows
 
     def _mix(self, hidden: Floats, attended: Floats, weights: LayerWeights, span: Span) -> None:
-        """Add the projected attention to `hidden`, then the feed-forward of the normed sum."""
         xp, ffn = self._xp, self.config.ffn
         for stack in span.stacks(self._stack_tiles):
             hidden[stack] += multiply(attended[stack], weights.out, xp)
@@ -674,7 +667,6 @@ class ReferenceModel:
         return np.where(PRINTABLE, on_host, np.float32(-np.inf))
 
     def _rms_norm(self, rows: Floats) -> Floats:
-        """Return `rows`, each scaled to root mean square 1; rows of zeros stay zeros."""
         square = (rows * rows).sum(axis=-1, keepdims=True) / np.float32(rows.shape[-1])
         normed: Floats = rows / self._xp.sqrt(square + self._epsilon)
         return normed

@@ -252,10 +252,7 @@ class HostLoads:
         self._free_if_unused(load)
 
     def _settle(self, load: Load, end: Callable[[], None]) -> None:
-        """Record in the index that a load has ended, then call `end`.
-
-        Wait first until all loads of earlier blocks on the path (`load.above`) are recorded.
-        """
+        """Record the end of the load in the index, after the ends of the loads above it."""
         for upper in load.above:
             if not upper.settled.done():
                 upper.settled.add_done_callback(lambda _: self._settle(load, end))
@@ -286,7 +283,6 @@ class HostLoads:
         del self._active[int(load.slots[0])]
 
     def _free_if_unused(self, load: Load) -> None:
-        """Free a failed load's slots once its copy has ended and no block table has them."""
         if load.is_failed and load.settled.done() and load.num_users == 0:
             self._tiers.slots.unlend(Tier.DEVICE, load.slots)
             self._tiers.slots.free(Tier.DEVICE, load.slots)
@@ -638,7 +634,6 @@ class Starts:
 
 
 def _joined(ranges: Sequence[range]) -> list[range]:
-    """Return the token ranges, sorted, with overlapping and adjacent ones merged."""
     joined: list[range] = []
     for one in sorted(ranges, key=lambda tokens: tokens.start):
         if joined and one.start <= joined[-1].stop:
@@ -651,10 +646,10 @@ def _joined(ranges: Sequence[range]) -> list[range]:
 def _matched(
     match: Match, fetched: Fetched | None, block_size: int, source: Lease | None
 ) -> Matched:
-    """Count the prompt's cached tokens by their source: device, host, storage or another node.
+    """Count the prompt's cached tokens by source.
 
-    Blocks that were fetched for this request count for storage or the other node, although they are
-    on the host or the device by now.
+    Blocks fetched for this request count for storage or the other node, although they are on
+    the host or the device by now.
     """
     full = match.num_blocks * block_size
     partial = match.partial.num_tokens if match.partial and source else 0
@@ -790,7 +785,6 @@ class Growth:
         return more if more > 0 else 0  # noqa: FURB136 - max() takes 0.1 us
 
     def _check(self, request: Request, tokens: int) -> None:
-        """Raise RequestTooLargeError if no wait would make room for `tokens` tokens."""
         total = len(request.block_table) + self._missing(request, tokens)
         space = request.lease.node.space
         for most, what in (
@@ -826,8 +820,8 @@ class Growth:
     def _yield_candidates(self, space: str | None) -> list[Request]:
         """Return the running requests of `space` (None for all) if one must release its blocks.
 
-        Return [] if the device will get free slots without that: by a running copy, or by the end
-        of a request that does not wait for more blocks.
+        Return [] if a running copy, or the end of a request that waits for no blocks, will free
+        device slots.
         """
         if self._tiers.work.is_at_work(space):
             return []
@@ -978,7 +972,6 @@ class Admissions:
         return self._stuck is not None and self._is_busy() and self._next() is self._stuck
 
     def _admit_waiting(self, max_turns: int) -> int:
-        """Try to start up to `max_turns` waiting requests; return the number of attempts."""
         self._unpark_ready()
         self._over_quota.clear()
         for num_turns in range(max_turns):
@@ -1009,7 +1002,6 @@ class Admissions:
         return max_turns
 
     def _start_or_park(self, waiting: Waiting) -> Request | None:
-        """Start the request; return None if it waits for blocks that another request computes."""
         spec = waiting.spec
         check_fits(self._tiers, spec)
         match = self._match(spec)
@@ -1032,11 +1024,6 @@ class Admissions:
     def _possible_wait(
         self, spec: RequestSpec, match: Match, give_up_at: float | None = None
     ) -> PromiseWait | None:
-        """Return the wait for blocks that another request computes; None if no other does.
-
-        From the time `give_up_at` on, in seconds of the loop's clock, the result is always None,
-        because the request has waited long enough.
-        """
         if not self._computing.num_promises or not spec.uses_cache:
             return None
         now = asyncio.get_running_loop().time()
@@ -1084,10 +1071,10 @@ class Admissions:
         return bool(self._running.by_id) if space is None else self._running.has_space(space)
 
     def _unblock(self, first: Waiting, space: str | None = None) -> bool:
-        """Release fetched blocks of the last waiting request that has any; False if none can go.
+        """Release blocks of a waiting request, or return False if none can be released.
 
-        With `space`, only requests of that space are asked. Without such a request, `first` no
-        longer copies a cached block that shares only its first tokens, which needs room, too.
+        With `space`, only fetched blocks of requests in that space are released. Without fetched
+        blocks, `first` gives up reusing the block of which it shares only the first tokens.
         """
         if self._line.release_last_fetched(space):
             return True

@@ -313,16 +313,17 @@ class CacheEvents:
             self.publish_run(kind, tier, run, session_id)
 
     def runs(self, node: TreeNode, start: int, stop: int) -> list[BlockRun]:
-        """Return blocks [start, stop) of a path, described by the fields that cache events have.
+        """Describe blocks [start, stop) of a path for the subscribers of cache events.
 
         Args:
-            node: the node of the index at the end of the path.
+            node: the node of the index at the end of the path (a prefix in the index).
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
 
         Returns:
-            The blocks in order, one `BlockRun` for each node of the path. The list is empty if
-                nobody has subscribed to events, or if no request can match the blocks any more.
+            One `BlockRun` for each node of the path that has some of the blocks, in order. The list
+                is empty if nobody has subscribed to events, or if no request can match the blocks
+                any more.
         """
         if not self._subscriptions or start >= stop or self._is_retired(node):
             return []
@@ -519,7 +520,6 @@ class CacheEvents:
 
 
 def _joined(blocks: Iterable[_Stored]) -> list[BlockRun]:
-    """Return the blocks as BlockRuns; consecutive blocks of one event become one BlockRun."""
     runs: list[BlockRun] = []
     run: BlockRun | None = None
     first = stop = 0

@@ -201,7 +201,7 @@ class Eviction:
                 return pool.allocate(count)
 
     def _missing(self, tier: Tier, count: int) -> int:
-        """Return how many copies must be evicted to get `count` free slots; 0 or less for none."""
+        """Return how many copies must be evicted for `count` free slots, 0 or less for none."""
         pool = self._pools[tier]
         coming = pool.num_free + self.on_the_way[tier]
         missing, can_go = count - coming, self._num_that_can_go(tier)
@@ -210,20 +210,13 @@ class Eviction:
         return missing
 
     def _num_that_can_go(self, tier: Tier) -> int:
-        """Return how many blocks of `tier` can be evicted with their slots free at once.
-
-        Slots that a write to storage still reads do not count.
-        """
+        """Count the blocks of `tier` whose eviction frees their slots at once."""
         unheld = self.index.spaces.order[tier].num_unheld
         if tier is HOST:
             unheld -= self._slots.num_being_stored
         return max(0, unheld)
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
-        """Evict blocks of `space` until its quota allows `count` + `reserved` more slots.
-
-        Raise OverQuotaError if too few of its blocks can be evicted.
-        """
         quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
         if quota is None or order is None:
             return
@@ -278,10 +271,10 @@ class Eviction:
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
-        """Evict the blocks of `steps`, and start the copies to a lower tier that must come first.
+        """Evict the blocks of `steps` or start copies, and return the number of freed slots.
 
-        Return the number of evicted slots. Slots that a store is still reading are included. Blocks
-        whose copy was started stay until a later call.
+        Slots that a store still reads count as freed, but slots of blocks whose copy has only
+        started do not count.
         """
         pool = self._pools[tier]
         before = pool.num_free + self._slots.num_still_read
@@ -308,10 +301,7 @@ class Eviction:
         self._pools[tier].release(self._drop(tier, node, start, stop))
 
     def _drop(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
-        """Evict blocks [start, stop) of `node` from `tier`.
-
-        Return those slots that are free now.
-        """
+        """Evict blocks [start, stop) of `node`, and return only the slots that are free now."""
         now, count = monotonic(), stop - start
         other = node.device if tier is HOST else node.host
         kept = other.present_in(start, stop) if other is not None and other.num_present else 0
@@ -364,7 +354,7 @@ class Eviction:
         self._pools[Tier.HOST].release(self._slots.free_of(Tier.HOST, host))
 
     def publish_forgotten(self, node: TreeNode, start: int) -> None:
-        """Report to subscribers of cache events the blocks that the next `forget` evicts.
+        """Report the blocks that `forget` is about to evict to the subscribers of cache events.
 
         Call this immediately before `forget`, with the same arguments.
 

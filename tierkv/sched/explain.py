@@ -147,10 +147,10 @@ _PLACES = {CopyState.READY: "device", CopyState.INCOMING: "loading", CopyState.A
 
 
 def _elsewhere(index: Index, prompt: Prompt, block: int) -> str | None:
-    """Return the name of a space of another fingerprint that has block `block` of the prompt.
+    """Return a space of another fingerprint that has block `block` of the prompt, or None.
 
-    A space that has all tokens of the prompt counts too: block `block` is then the partial last
-    block. None if there is no such space.
+    A space that has all tokens of the prompt counts too, since block `block` can be the
+    partial last block.
     """
     for space in index.spaces.all():
         other = Prompt(prompt.tokens, prompt.block_size, prompt.extras, space.name)

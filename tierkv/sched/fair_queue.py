@@ -249,7 +249,7 @@ class WaitingLine:
         return None
 
     def _firsts(self, level: _Level) -> list[tuple[int, int]]:
-        """Return one pair for each space that has a request in the queue of this priority.
+        """Return a pair for each space with a request in the queue of this priority.
 
         A pair is the number of blocks given to the space, and the number of its first request.
         """

@@ -198,8 +198,8 @@ class FetchGroups:
     ) -> bool:
         """Fetch a group of blocks to the host, and insert it into the index.
 
-        `before` is the task that fetches the preceding blocks; None for the first group. The result
-        is True if all blocks of this group and of all preceding groups arrived.
+        `before` is the task that fetches the preceding blocks. Return True if this group and all
+        preceding groups arrived completely.
         """
         tiers, index = self._tiers, self._index
         keys, slots, kept, began = group.keys, group.slots, group.kept, tiers.events.now()
@@ -253,7 +253,8 @@ class FetchGroups:
 def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: int) -> list[range]:
     """Return the ranges of tokens that came from another node's memory.
 
-    `keys` belong to consecutive blocks; the first of these begins with token number `start`.
+    `keys` belong to consecutive blocks, and `start` is the token number at which the first
+    begins.
     """
     stops = list(accumulate((key.num_tokens for key in keys), initial=start))
     return [
@@ -262,10 +263,6 @@ def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: in
 
 
 async def _arrived(group: asyncio.Task[bool] | None) -> bool:
-    """Wait for the task that fetches a group; return whether the group is in the index.
-
-    None stands for the group before the first one: it counts as arrived.
-    """
     if group is None:
         return True
     if not group.done():
@@ -325,7 +322,6 @@ class SharedTails:
         return found if found is not None and found.num_shared > here else None
 
     def _cached_tokens(self, prompt: Prompt, block: int) -> int:
-        """Return the number of cached tokens of `block`; 0 if a block before it is not cached."""
         match = self._tiers.index.match(prompt)
         if match.num_blocks > block:
             return prompt.block_size
@@ -645,7 +641,6 @@ class _Fetch:
     is_whole: bool = False
 
     async def run(self) -> None:
-        """Fetch until all blocks have arrived or the deadline has passed, and set `outcome`."""
         index, tier = self.fetcher.tiers.index, self.fetcher.estimator.tier
         match = index.match(self.prompt)
         self.landed = Landed(index.hold(match.node, match.num_blocks))
@@ -685,9 +680,9 @@ class _Fetch:
         self._report(lease)
 
     def go_on_alone(self) -> None:
-        """End the request's wait: the request uses the blocks that have arrived.
+        """End the request's wait, and continue the fetch until its deadline for later requests.
 
-        The fetch continues until its deadline, for later requests.
+        The request uses the blocks that have arrived.
         """
         if self.outcome.done():
             return
@@ -721,7 +716,7 @@ class _Fetch:
         self.outcome.set_result(fetched)
 
     def _ends(self, fate: MissCause, reason: str) -> None:
-        """Record that the fetch stops early: too late, not worth the time, or the store failed."""
+        """Record that the fetch stops for a reason other than an answer of the store."""
         status = GetStatus.MISS if fate is MissCause.NOT_WORTH_IT else GetStatus.FAILED
         self.landed.problem, self.fate = GetOutcome(status, reason), fate
 
@@ -756,10 +751,10 @@ class _Fetch:
             await self._fetch_shared_tail(keys)
 
     async def _match(self) -> tuple[Sequence[StoredKey], int]:
-        """Decide which blocks to read: return the keys of missing blocks, and how many to read.
+        """Return the keys of missing blocks, and how many of the first blocks to read.
 
-        The blocks to read are the first of the missing ones: those that storage has, or all if
-        storage is not asked beforehand. The number is 0 if computing is expected to be faster.
+        The number is 0 if computing is expected to be faster, and counts all keys if storage is
+        not asked beforehand.
         """
         fetcher = self.fetcher
         keys = await self._wait_for_other_fetches()
@@ -787,10 +782,10 @@ class _Fetch:
         return keys, present
 
     async def _wait_for_other_fetches(self) -> Sequence[StoredKey]:
-        """Wait until no other fetch brings blocks that this prompt lacks; return their keys.
+        """Wait for other fetches of this prompt's blocks, and return the keys still missing.
 
-        The result is [] if no block is missing any more, or if computing is estimated to be faster
-        than waiting for the other fetch.
+        Return [] if no block is missing any more, or if computing is estimated to be faster than
+        waiting.
         """
         fetcher, landed = self.fetcher, self.landed
         index, keys = fetcher.tiers.index, self.promised
@@ -836,10 +831,10 @@ class _Fetch:
         return found
 
     def _worth_fetching(self, keys: Sequence[StoredKey], question: Decision) -> Sequence[StoredKey]:
-        """Return the first of `keys` whose blocks are faster to fetch than to compute; [] for none.
+        """Return the first of `keys` whose blocks are faster to fetch than to compute.
 
-        `question` is the decision by which storage was asked. If its purpose was to measure the
-        speed of storage (`is_try`), all keys are returned.
+        `question` is the decision by which storage was asked. All keys are returned if its
+        purpose was to measure the speed of storage (`is_try`).
         """
         estimator, end = self.fetcher.estimator, self.landed.lease.num_blocks + len(keys)
         end_token = min(end * self.prompt.block_size, self.prompt.num_tokens)

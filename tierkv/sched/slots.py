@@ -265,11 +265,11 @@ _NO_SLOTS: Ids = np.zeros(0, np.int32)
 class Leaving:
     """The slots that a tier loses because it shrinks or is emptied.
 
-    New blocks are not put in these slots, because the tier could otherwise never give them up.
+    No new blocks are put into these slots, so that all of them become free.
 
     Attributes:
         first: the lowest of these slots; all slots with a higher number leave too.
-        slots: the slots that are out of use already, as arrays of ids.
+        slots: the slots among them that are empty and out of use by now, as arrays of ids.
         stores_first: True to write host blocks in these slots to storage before their eviction, if
             the host's write policy requires that; False to evict them unwritten.
     """

@@ -646,10 +646,10 @@ class Room:
 class UsedBytes:
     """The total bytes of the values in a store's directory, counted by all processes that use it.
 
-    Each process has a directory below `writers`, and writes the bytes that it has added since its
-    start to the file `added` in it, for example `.writers/3f9c.../added`. The total is the result
-    of the last walk over all files, plus the bytes that all processes have added since. The total
-    is unknown before the first walk, and when a process has ended, because its file is gone.
+    Sometimes a process adds up the sizes of all files. The total is this sum plus the bytes that
+    all processes have added since. Each process writes the bytes that it has added since its start
+    to the file `added` in its own subdirectory of `writers`. The total is unknown before the first
+    sum, and again after a process has ended, because the file of that process is removed.
 
     Methods block. Use an object from one thread at a time.
 

@@ -83,7 +83,7 @@ class Slices:
     together from their slices.
 
     Args:
-        names: makes the names in storage of the service's blocks.
+        names: returns the names under which the service's blocks are stored.
         parts: the slices of this node, one per rank, each with the rank's host memory.
         scheme: the heads of a block that each rank has; None to find only blocks of nodes with as
             many ranks as this one.
