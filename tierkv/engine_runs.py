@@ -505,7 +505,6 @@ class SessionEngine(ABC):
         run.session.end(after=self._computed(), reason=reason)
 
     def _computed(self) -> tuple[Event, ...]:
-        """Return an event that follows all submitted kernels, or () if the device has failed."""
         try:
             return (self._service.device.compute_stream.record(),)
         except DeviceFailedError:

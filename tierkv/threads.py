@@ -96,17 +96,13 @@ class _SharedThreads:
 
     @property
     def pool(self) -> Threads:
-        """The thread pool, started at its first use."""
         with self._lock:
             if self._pool is None:
                 self._pool = Threads(_NUM_SHARED, "tierkv-shared")
             return self._pool
 
     def forget(self) -> None:
-        """Start new threads at the next use.
-
-        Called in the child of a fork, which has no threads.
-        """
+        """Start new threads at the next use, in the child of a fork, which has no threads."""
         self._pool, self._lock = None, threading.Lock()  # the old lock may be held for ever
 
 

@@ -206,7 +206,7 @@ class Pipeline:
         return bool(self._rectangles) and (self._last_end is None or self._last_end.is_done)
 
     def _may_begin_straight(self, unit: Unit) -> bool:
-        """Return whether to copy the blocks of the first unit as rectangles, without staging."""
+        """Return True if the copy engine should copy the first unit's blocks, without a kernel."""
         return (
             unit.num_bytes == self._block_bytes
             and unit.num_blocks * len(self._rectangles) <= _STRAIGHT_CALLS
@@ -508,6 +508,10 @@ class CudaLane:
                 self._num_queued -= 1
 
     def _complete_layers(self, job: _Job, unit: Unit, end: CudaEvent) -> None:
+        """Wake the waiters of layers whose copy is wholly submitted with this unit.
+
+        These waiters get `end`, the CUDA event that marks the unit's end.
+        """
         if unit.stop < len(job.copy):
             return
         with self._progress:
@@ -517,7 +521,6 @@ class CudaLane:
             self._progress.notify_all()
 
     def _units(self, copy: BlockCopy, timeout_s: float) -> Units:
-        """Wait for `copy.after`, then submit each unit of the copy when it is yielded."""
         assert self._pipeline is not None, "the thread ends before the pipeline goes"
         if self._planes.is_closed:
             raise LayoutError("these planes are closed")

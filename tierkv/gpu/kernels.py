@@ -140,6 +140,7 @@ class PlaneKernels:
         self._launch(name, self._unit, (stop - first) * len(block_ids), stream)
 
     def _tiles_of(self, unit: Unit) -> tuple[int, int]:
+        """Return the rows [first, stop) of the kernels' table that cover the unit's bytes."""
         ends = (unit.first_byte, unit.first_byte + unit.num_bytes)
         if ends not in self._found:  # the cache has about as many entries as layers
             first, stop = np.searchsorted(self._starts, ends).tolist()

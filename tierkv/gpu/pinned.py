@@ -235,10 +235,9 @@ def _is_good(pin: Future[None]) -> bool:
 
 
 def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
-    """Divide the slots into chunks that begin at page boundaries.
+    """Divide the slots into chunks to pin, each of whole slots and from a page boundary on.
 
-    Two chunks share no page and no slot, since the copy engine cannot copy a piece that lies
-    in two chunks.
+    No slot lies in two chunks, since the copy engine cannot copy a piece that lies in two chunks.
     """
     least = _PAGE // gcd(stride, _PAGE)
     step = max(chunk_bytes // (stride * least), 1) * least

@@ -197,7 +197,7 @@ def _huge_pages() -> MemoryLimit:
 
 
 def _shared_memory_folder() -> MemoryLimit:
-    """Return the room in /dev/shm, which engines use for shared memory and tierkv does not."""
+    """Return the limit on files in /dev/shm, where engines (not tierkv) share memory."""
     left = limit = None
     try:
         found = os.statvfs(numa.ROOT / "dev/shm")

@@ -182,10 +182,10 @@ class UnitPlanner:
                 aim, max_blocks = min(2 * aim, target), MAX_BLOCKS
 
     def _spans(self, num_blocks: int, target: int, first: int, last: int) -> Iterator[range]:
-        """Yield, in order, the ranges of layers that are copied together.
+        """Yield the ranges of layers that are copied together, each as one unit, in order.
 
-        `target`, `first` and `last` are the bytes of a middle unit, the first unit and the last
-        unit.
+        `first`, `target` and `last` are the bytes of the first unit, of units in the middle, and
+        of the last unit.
         """
         if self._order is Order.BLOCKS:
             yield range(self._num_layers)

@@ -274,7 +274,6 @@ class _PendingCopies:
         self._lock = threading.Lock()
 
     def begin(self) -> Callable[[int], None]:
-        """Add a copy, and return a function to call with the number of each rank at its end."""
         with self._lock:
             number = next(self._numbers)
             self._copies[number] = _PendingCopy(self._now(), set(self._finished_at))

@@ -459,7 +459,6 @@ class RankSocket:
         self._pieces(layouts)
 
     def _pieces(self, layouts: Sequence[Layout]) -> list[list[slice]]:
-        """Return for each cache group the byte range of a host slot that each rank uses."""
         if not self._shards or {len(shards) for shards in self._shards} != {len(layouts)}:
             raise ConfigError(
                 f"there must be at least one rank, and each must have {len(layouts)} "

@@ -1071,10 +1071,11 @@ class Admissions:
         return bool(self._running.by_id) if space is None else self._running.has_space(space)
 
     def _unblock(self, first: Waiting, space: str | None = None) -> bool:
-        """Release blocks of a waiting request, or return False if none can be released.
+        """Release fetched blocks of the last waiting request that has any, or return False.
 
-        With `space`, only fetched blocks of requests in that space are released. Without fetched
-        blocks, `first` gives up reusing the block of which it shares only the first tokens.
+        With `space`, only requests of that space release blocks. Without such a request, `first`
+        no longer copies a cached block that shares only its first tokens, since this needs room
+        too.
         """
         if self._line.release_last_fetched(space):
             return True

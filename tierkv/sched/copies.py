@@ -427,7 +427,11 @@ class Copies:
                     self._start_down(part, first + start, first + stop, to_storage=is_stored)
 
     def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
-        """Set `masks` to False at needed blocks that get none of the host's `room` free slots."""
+        """Set `masks` to False at those blocks of `needed` for which the host has no slot.
+
+        The first `room` blocks that are True in `needed` get a slot. Return the number of blocks
+        that get one.
+        """
         # Otherwise each copy's task would find out by itself, and again at each admission, that the
         # host is too small for the prompt.
         wanted = int(np.count_nonzero(needed))
@@ -503,6 +507,11 @@ class Copies:
                 self._work.start(self._store(node, at, end, generation), "tierkv-store")
 
     async def _store(self, node: TreeNode, first: int, stop: int, generation: int) -> None:
+        """Store the blocks [first, stop) that are on the host, once earlier writes leave room.
+
+        `node` is the index node at the end of the blocks' path. `generation` is the value of
+        `Deletions.generation` when the blocks were queued.
+        """
         # No lease protects the blocks during the wait: a slow store would keep the device full.
         async with self.storing.room((stop - first) * self._block_bytes):
             if self._index.spaces.is_retired(node):
@@ -561,10 +570,10 @@ class Copies:
     async def _store_leaving(
         self, leaving: Leaving, lease: Lease, first: int, stop: int, generation: int
     ) -> None:
-        """Write blocks to storage before the shrinking host tier removes their slots.
+        """Write host blocks [first, stop) to storage before the shrinking host tier loses them.
 
-        After a write that takes longer than LEAVING_PATIENCE_S seconds, later groups are removed
-        without being stored.
+        After a write that takes longer than 1 second, the remaining blocks are removed without
+        being stored.
         """
         node, stored = lease.node, [False] * (stop - first)
         try:
@@ -584,10 +593,10 @@ class Copies:
             self._work.capacity_changed()
 
     def _on_host(self, node: TreeNode, first: int, stop: int) -> tuple[TreeNode, int]:
-        """Find the end of the unbroken run of host blocks that begins with block `first`.
+        """Find the last of the consecutive blocks from `first` on that are ready on the host.
 
-        Return the node of the run's last block and the index after this block, or `node` and
-        `first` for an empty run.
+        Return the index node that has this block, and the index after the block. If block `first`
+        is not ready on the host, return `node` and `first`.
         """
         last, at = node, first
         for part, i, j in segments(node, first, min(stop, node.end)):

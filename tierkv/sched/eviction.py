@@ -271,10 +271,10 @@ class Eviction:
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
-        """Evict the blocks of `steps` or start copies, and return the number of freed slots.
+        """Evict the blocks of `steps`, and start copies to a lower tier that must come first.
 
-        Slots that a store still reads count as freed, but slots of blocks whose copy has only
-        started do not count.
+        Return the number of evicted slots. Slots that a store is still reading are included.
+        Blocks whose copy was started stay until a later call.
         """
         pool = self._pools[tier]
         before = pool.num_free + self._slots.num_still_read

@@ -249,10 +249,6 @@ class WaitingLine:
         return None
 
     def _firsts(self, level: _Level) -> list[tuple[int, int]]:
-        """Return a pair for each space with a request in the queue of this priority.
-
-        A pair is the number of blocks given to the space, and the number of its first request.
-        """
         firsts = []
         for space, numbers in list(level.queues.items()):
             while numbers and not self._waits_for_turn(numbers[0]):

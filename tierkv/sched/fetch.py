@@ -716,7 +716,7 @@ class _Fetch:
         self.outcome.set_result(fetched)
 
     def _ends(self, fate: MissCause, reason: str) -> None:
-        """Record that the fetch stops for a reason other than an answer of the store."""
+        """Record that the fetch stops early, because it is late, not worth it, or failed."""
         status = GetStatus.MISS if fate is MissCause.NOT_WORTH_IT else GetStatus.FAILED
         self.landed.problem, self.fate = GetOutcome(status, reason), fate
 
@@ -943,7 +943,6 @@ class _Fetch:
             estimator.tier.end(transfer, now, is_late=is_late)
 
     def _learn(self) -> None:
-        """Log why the fetch ended early, and record the reason for explanations of this miss."""
         tiers, landed, problem = self.fetcher.tiers, self.landed, self.landed.problem
         tiers.decisions.recompute_late += self.fate is MissCause.LATE
         if problem is None:
@@ -961,7 +960,7 @@ class _Fetch:
 
 
 def _is_gap(problem: GetOutcome) -> bool:
-    """Return True if `problem` says that storage lacks a block; False if the host lacks a slot."""
+    """Return True if storage lacks a block, and False if the host lacks a slot."""
     return problem.status is GetStatus.MISS and problem is not NO_ROOM
 
 

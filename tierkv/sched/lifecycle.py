@@ -160,10 +160,6 @@ class Lifecycle:
             self._tiers.slots.pools[tier].release(slots)
 
     async def _retire(self, tier: Tier, leaving: Leaving, *, keeps_blocks: bool) -> None:
-        """Take the leaving slots out of use as they become free.
-
-        With `keeps_blocks`, device blocks are first copied to the host, if the host has room.
-        """
         tiers, pool, first = self._tiers, self._tiers.slots.pools[tier], leaving.first
         tried: set[int] = set()  # uids of nodes with a copy started; it may have failed
         while True:
@@ -192,11 +188,9 @@ class Lifecycle:
         *,
         keeps_blocks: bool,
     ) -> None:
-        """Evict the unused copies of `nodes` that are in slots from `first` on.
+        """Evict unused copies in slots from `first` on, and forget unreachable blocks.
 
-        Blocks that no match can reach afterwards are removed, too. With `keeps_blocks`, device
-        blocks are first copied to the host; `tried` has the uids of nodes for which such a copy was
-        started.
+        `tried` has the uids of nodes for which a copy to the host was started.
         """
         for node in nodes:
             in_the_way = np.flatnonzero(node.copies[tier].slots >= first)
@@ -230,10 +224,10 @@ class Lifecycle:
                 pending.extend((child, 0) for child in part.children.values())
 
     def _copy_first(self, node: TreeNode, tried: set[int]) -> bool:
-        """Start to copy the blocks of an index node and of all nodes below it to the host.
+        """Start to copy the node's blocks and all blocks below to the host.
 
-        Nodes whose uid is in `tried` are skipped; copied nodes are added to `tried`. Return False
-        if no block lacks a host copy, or if the host can provide no slot.
+        Nodes whose uid is in `tried` are skipped. Return False if no block lacks a host copy, or
+        if the host has no slot.
         """
         tiers = self._tiers
         parts, pending = [], [node]

@@ -58,9 +58,9 @@ def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRul
 
 
 def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
-    """Split blocks to evict into parts, each with True if another tier has all of its blocks.
+    """Split blocks into parts of which another tier has all blocks (True) or none (False).
 
-    A part with False has no block that another tier has. The last blocks come first.
+    The last blocks come first.
     """
     node, start, stop = victim.node, victim.start, victim.stop
     host = node.copies[Tier.HOST]

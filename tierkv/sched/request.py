@@ -223,7 +223,6 @@ class Computing:
             self._on_progress()
 
     def _observe(self, promise: Promise) -> None:
-        """Report the computing time to the speed estimate, if it covers enough of the prompt."""
         num_blocks = promise.stop - promise.first_computed
         if not num_blocks:
             return
@@ -363,10 +362,6 @@ def _key(node: TreeNode, block: int, prompt: Prompt) -> _Key:
 
 
 def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
-    """Return the number of blocks, from block `at` on, that two prompts have in common.
-
-    Blocks from `stop` on do not count.
-    """
     width = prompt.block_token_bytes
     start = at * width
     shared = common_blocks(promise.prompt.tokens, start, prompt.tokens, start, stop - at, width)

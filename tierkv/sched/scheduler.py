@@ -414,10 +414,7 @@ class Scheduler:
             self._insert(request, prompt)
 
     async def _written(self, request: Request, events: Sequence[Event]) -> None:
-        """Wait until the device work that writes the request's KV is done, given by its events.
-
-        If an event fails, no more tokens of the request are cached.
-        """
+        """Wait for the device work that writes the request's KV, whose end `events` mark."""
         for event in events:
             try:
                 await self.tiers.mover.poller.done(event)
@@ -425,7 +422,7 @@ class Scheduler:
                 request.is_damaged = True
 
     def _insert(self, request: Request, prompt: Prompt) -> None:
-        """Insert the full blocks of `prompt` into the index, and start copies to lower tiers.
+        """Insert computed full blocks into the index, and start their copies to lower tiers.
 
         Blocks that the index already has from other requests stay private to this request.
         """
@@ -603,7 +600,6 @@ class Scheduler:
         self.tiers.work.capacity_changed()
 
     def _keep_tail(self, request: Request) -> TreeNode | None:
-        """Cache the prompt's tail, if all of it was computed; return its node, or None."""
         prompt = request.prompt
         at = prompt.num_blocks
         is_whole = request.computed_tokens == prompt.num_tokens and not request.is_damaged
@@ -624,7 +620,6 @@ class Scheduler:
 
 
 def _is_done(event: Event, *, failed: bool = False) -> bool:
-    """Return True if `event` is done. If the work of `event` has failed, return `failed`."""
     try:
         return event.is_done
     except TransferError:

@@ -409,7 +409,6 @@ class Slots:
         return slots[~is_read]
 
     def _readers(self) -> Ids:
-        """Return how many writes to storage read each host slot, int32 [capacity of the host]."""
         more = self.pools[Tier.HOST].capacity - len(self._reads)
         if more > 0:
             self._reads = np.concatenate([self._reads, np.zeros(more, np.int32)])

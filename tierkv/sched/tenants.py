@@ -229,10 +229,6 @@ class Tenants:
         return before
 
     def _check_unused(self, name: str) -> TreeNode:
-        """Return the root of an open space that is not in use; otherwise raise BadRequestError.
-
-        The service's own space always counts as in use.
-        """
         if name == DEFAULT or name not in self._fingerprints:
             raise BadRequestError(
                 f"fingerprint {name!r} cannot be closed: it is not open, or is the service's own"
@@ -310,7 +306,6 @@ class Tenants:
         self._tiers.work.capacity_changed()
 
     def _shrink(self, space: Space) -> bool:
-        """Evict some blocks beyond the quota; return whether more can be evicted."""
         have_more = [self._tiers.eviction.shrink_to_quota(tier, space) for tier in Tier]
         return any(have_more)
 

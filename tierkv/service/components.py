@@ -200,7 +200,6 @@ async def entered_in_thread(memory: AbstractContextManager[T]) -> AsyncIterator[
 
 
 def _close_again(opening: asyncio.Future[Planes]) -> None:
-    """Close the allocated planes, because the call that waited for them was cancelled."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
 

@@ -240,10 +240,6 @@ class KvEventPublisher:
                 self._send(publisher, [self._encoded(event)])
 
     def _encoded(self, event: CacheEvent) -> dict[str, Any]:
-        """Return the fields of `event` in vLLM's order.
-
-        If the cache has several cache groups, further fields describe the event's group.
-        """
         groups = self._events.groups
         group = groups[event.group] if groups else None
         is_plain = group is None or (len(groups) == 1 and group.kind.name == "FULL")
@@ -282,14 +278,13 @@ class KvEventPublisher:
         }
 
     def _hash(self, name: ExternalId | None, digest: bytes) -> bytes | int:
-        """Return the published hash of a block: the engine's `name`, if any, otherwise `digest`."""
         given = digest if name is None else name.encode() if isinstance(name, str) else name
         if isinstance(given, int) or self._settings.form is EventForm.MAP:
             return given
         return int.from_bytes(given[-_NUMBER_BYTES:], "big")
 
     def _send(self, publisher: Any, events: list[dict[str, Any]]) -> None:  # noqa: ANN401
-        """Send a batch without waiting; a subscriber with a full queue misses the batch."""
+        """Send a batch without waiting, so a subscriber with a full queue misses the batch."""
         in_order = self._settings.form is EventForm.ARRAY
         encoded = [list(event.values()) for event in events] if in_order else events
         batch = msgspec.msgpack.encode([time.time(), encoded, _RANK])
@@ -302,10 +297,6 @@ class KvEventPublisher:
         self._number += 1
 
     async def _answer_replays(self, zmq: Any, replayer: Any) -> None:  # noqa: ANN401 - ZeroMQ's
-        """Send earlier events again to subscribers that have missed some and ask for them.
-
-        If a subscriber asks again, the answer to its earlier request stops.
-        """
         ended = LogThrottle(log, "a replay of events was not sent completely (x%d): %s")
         running: dict[bytes, asyncio.Task[None]] = {}
 
@@ -333,10 +324,6 @@ class KvEventPublisher:
                 running[client] = tasks.create_task(answer(client, first))
 
     async def _replay(self, zmq: Any, replayer: Any, client: bytes, first: int) -> None:  # noqa: ANN401
-        """Send `client` the batches from number `first` on that are still in memory.
-
-        Raise TimeoutError if the client reads nothing.
-        """
         kept = [(number, batch) for number, batch in self._kept if number >= first]
         answers = (
             (client, b"", self._topic, number.to_bytes(_NUMBER_BYTES, "big"), batch)
@@ -372,10 +359,6 @@ def _bind(zmq: Any, socket: Any, name: str, address: str) -> None:  # noqa: ANN4
 
 
 def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
-    """Yield the events of full blocks, without those of tails, in batches.
-
-    A batch has at most _MAX_BLOCKS blocks, or a single event with more.
-    """
     batch: list[CacheEvent] = []
     num_blocks = 0
     for event in events:
@@ -391,7 +374,6 @@ def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
 
 
 def _ready(node: TreeNode) -> Iterator[tuple[str, int, int]]:
-    """Yield (name of the tier, first block, stop) for each range of the node's ready blocks."""
     for tier in Tier:
         at = node.start
         for state, group in groupby(node.copies[tier].states.tolist()):

@@ -367,7 +367,6 @@ class Service:
         return self._storage_tier.state()
 
     def _storage_changed(self) -> None:
-        """Forget which blocks are stored, after the store was replaced or may have lost values."""
         if not self.is_ready:
             return
         self.tiers.copies.storage = self._storage_tier.attached_io
@@ -806,7 +805,6 @@ class Service:
     # Lookups
 
     def _question(self) -> Budget:
-        """Return a new time budget for a lookup in storage that belongs to no request."""
         return Budget(self._config.handoff.lookup_deadline_s)
 
     async def lookup(self, prompt: Prompt) -> Lookup:

@@ -163,10 +163,9 @@ class Session:
             return self._adopt(request)
 
     async def _with_rest(self, request: Request, budget: Budget) -> Request:
-        """Fetch from storage, in portions, the blocks for which the host had no room.
+        """Fetch the blocks for which the host had no room, unless computing them is faster.
 
-        Nothing is fetched if computing these blocks is faster. Return `request`, or, if a portion
-        did not load, a new request that computes the whole prompt.
+        Return `request`, or after a failed load a new request that computes the whole prompt.
         """
         scheduler = self._service.scheduler
         missing = request.spec.prompt.num_tokens - request.cached_tokens
@@ -183,7 +182,6 @@ class Session:
         return request
 
     async def _admit_alone(self, error: TransferError) -> Request:
-        """Admit the request without cached blocks, because some of them did not load."""
         log.warning(
             "request %s computes its whole prompt, since cached blocks did not load: %s",
             self.spec.request_id,
@@ -628,22 +626,16 @@ class Session:
         return [one for one in self._publishes.values() if not one.task.done()]
 
     async def _published(self) -> None:
-        """Wait until no publish reads the request's blocks."""
         while busy := self._busy():
             await asyncio.wait([one.task for one in busy])
 
     def _fail_streams(self, reason: str) -> None:
-        """End each publish of the unfinished prompt; waiting decode nodes receive `reason`."""
         for publishing in self._publishes.values():
             if publishing.stream is not None:
                 publishing.stream.fail(reason)
                 publishing.stream = None
 
     async def _give_up_streams(self, reason: str) -> None:
-        """Fail the publishes that run while the prompt is computed.
-
-        New ones can then be started.
-        """
         given_up = [name for name, one in self._publishes.items() if one.stream is not None]
         self._fail_streams(reason)
         await self._published()

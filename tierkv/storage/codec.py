@@ -289,8 +289,9 @@ class Codec(ABC):
     ) -> tuple[bytes, Buffer]:
         """Complete the header of a value with a checksum, signature or encryption tag.
 
-        `fields` is the header without it, and `stored` the bytes after the header. The result is
-        the complete header, and the bytes to store after it: `stored`, or its encryption.
+        `fields` is the header without this last part, and `stored` the bytes after the header.
+        Return the complete header and the bytes to store after it, encrypted if the codec
+        encrypts.
         """
 
     @abstractmethod
@@ -302,10 +303,11 @@ class Codec(ABC):
         identity: ValueIdentity,
         digest: Digest | None,
     ) -> None:
-        """Verify a value's checksum, signature or tag. If encrypted, decrypt `stored` in place.
+        """Verify a value's checksum, signature or tag, and decrypt an encrypted value in place.
 
         `fields` is the first part of the header, `rest` the part with the checksum, signature or
-        tag. DamagedValueError is raised if the value is not what was written.
+        tag, and `stored` the bytes after the header. Raise DamagedValueError if the value is not
+        what was written.
         """
 
 

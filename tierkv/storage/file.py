@@ -193,7 +193,6 @@ class ValueFiles:
             return PutOutcome(status, sentence(item.name, error), accepts_others=accepts_others)
 
     def _put_anew(self, item: PutItem) -> PutOutcome:
-        """Write a value; if the store's directory was removed, create it again first."""
         path = self._path(item.name)
         try:
             return self._put(path, item)
@@ -233,7 +232,6 @@ class ValueFiles:
             self._renew()
 
     def _renew(self) -> None:
-        """Create the store's directory again, without values, after it was removed."""
         self._scratch.renew()
         self._room.forget_size()
 
@@ -327,7 +325,6 @@ class ValueFiles:
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[int | None]:
-        """Yield the descriptor of a value's file; None if there is no value or it has expired."""
         path = self._path(name)
         try:
             # The flags prevent hanging on a FIFO and following a symbolic link.
@@ -361,7 +358,7 @@ class ValueFiles:
         return stat.S_ISREG(status.st_mode) and not self.listing.is_expired(status)
 
     def _mark_used(self, path: str, status: os.stat_result) -> None:
-        """Set the file's access time, which eviction compares, if it is a minute old or older."""
+        """Set the file's access time, by which eviction chooses, if the time is a minute old."""
         if self.listing.seconds_unused(status) < USE_GRAIN_S:
             return
         # A file of another user, or one that is being replaced, cannot be marked; the read goes on.
@@ -371,7 +368,6 @@ class ValueFiles:
             os.utime(path, ns=(used_ns, expires_ns), follow_symlinks=False)
 
     def _remove_expired(self, path: str) -> bool:
-        """Remove an expired file if its directory is not locked; return True if removed."""
         busy_or_gone = contextlib.suppress(FileNotFoundError, BlockingIOError)
         with busy_or_gone, locked_directory(_parent(path), waits=False):
             if self.listing.is_expired(os.stat(path, follow_symlinks=False)):
@@ -413,7 +409,6 @@ def _make_directory(directory: str) -> None:
 
 
 def _unlink(path: str) -> bool:
-    """Remove a file; return False if there is none, or if this user may not remove it."""
     try:
         os.unlink(path)
     except (FileNotFoundError, PermissionError):
@@ -491,7 +486,6 @@ class FileNotifier:
         return self._topics.listening(topic, is_live=self._is_watching)
 
     async def _serve(self) -> None:
-        """Watch the directory while there are listeners; after a failure try again."""
         while True:
             while not self._topics:
                 self._topics.changed.clear()
@@ -505,10 +499,6 @@ class FileNotifier:
             await asyncio.sleep(_TRY_AGAIN_S)
 
     async def _open(self) -> int:
-        """Open the inotify descriptor in a thread, because opening blocks.
-
-        If this call is cancelled, the descriptor is closed once it is open.
-        """
         loop = asyncio.get_running_loop()
         opening = loop.run_in_executor(self._threads, _watch, self._directory)
         try:
@@ -574,7 +564,7 @@ def _digest(topic: str) -> str:
 
 
 def _flash(path: Path) -> None:
-    """Create a file and remove it at once; processes that watch the directory are notified."""
+    """Create and remove a file at once, to notify the processes that watch the directory."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
@@ -585,7 +575,6 @@ def _flash(path: Path) -> None:
 
 
 def _watch(directory: Path) -> int:
-    """Remove old hints; return an inotify descriptor that reports files created in `directory`."""
     os.makedirs(directory, mode=0o700, exist_ok=True)
     with os.scandir(directory) as entries:
         for entry in entries:

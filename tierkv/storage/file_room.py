@@ -236,7 +236,6 @@ def _is_directory(group: os.DirEntry[str]) -> bool:
 
 
 def _may_hold(group: str, prefix: str) -> bool:
-    """Return True if the directory `group` can contain values under `prefix`."""
     if group == _NO_GROUP:
         return True
     if not group[0].isalnum():  # such as .writers
@@ -372,7 +371,6 @@ def _make(writers: Path) -> tuple[Path, int]:
 
 
 def _lock(directory: Path) -> int | None:
-    """Lock a directory's lock file; return its descriptor, None if another process has the lock."""
     try:
         fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
@@ -623,10 +621,7 @@ class Room:
         return freed >= max(over, lacking)
 
     def _list_files(self) -> tuple[list[list[_File]], int]:
-        """Return all files and their total bytes.
-
-        The files are in lists of at most 1,000, each sorted in the order of eviction.
-        """
+        """Return lists of files, each in the order of eviction, and the files' total bytes."""
         parts: list[list[_File]] = []
         part: list[_File] = []
         used = 0
@@ -717,7 +712,6 @@ class UsedBytes:
 
 
 def _read(path: Path) -> int:
-    """Return the count in a file; 0 if there is none, or if it may not be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -248,7 +248,6 @@ class GuardedStore(StoreWrapper):
         return content
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """Return the result of `ask` on the inner store; try again once if it fails quickly."""
         started = self._clock.monotonic()
         may_try_again = True
         while True:
@@ -280,7 +279,6 @@ class GuardedStore(StoreWrapper):
         )
 
     async def _with_known_errors(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """Return the result of `ask(inner)`; an unexpected error becomes StoreUnavailableError."""
         try:
             return await ask(self.inner)
         except TierKVError:
@@ -315,7 +313,7 @@ class GuardedStore(StoreWrapper):
         return outcomes
 
     async def _get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        """Read values once; return only when the store no longer uses the buffers."""
+        """Read values once, and return only when the store no longer uses the buffers."""
         num_bytes = sum(item.room_bytes + _ITEM_BYTES for item in items)
         try:
             await self._acquire_slot()
@@ -331,10 +329,6 @@ class GuardedStore(StoreWrapper):
         return outcomes
 
     async def _acquire_slot(self) -> None:
-        """Wait until fewer than `max_reads` operations run, and count one more.
-
-        Raise StoreUnavailableError if too many operations wait already or the breaker is open.
-        """
         self._tokens = min(_MAX_TOKENS, self._tokens + self._settings.retries_per_operation)
         self._check_breaker()
         if self._reads.num_waiting >= _MAX_WAITING_READS:
@@ -457,11 +451,6 @@ class GuardedStore(StoreWrapper):
             self._num_stuck -= is_stuck and writes
 
     def _allow_retry(self, started: float) -> bool:
-        """Return True if a failed operation may be retried, and count the retry.
-
-        `started` is the operation's begin in seconds of the monotonic clock. Slow operations are
-        not retried, and others only while the retry budget lasts and the breaker is closed.
-        """
         was_quick = self._clock.monotonic() - started <= _RETRY_WITHIN_S
         if not was_quick or self._tokens < 1 or not self._breaker.is_closed:
             return False
@@ -516,7 +505,6 @@ class GuardedStore(StoreWrapper):
                     call()
 
     async def _probe(self) -> str | None:
-        """Ping the store; return the failure, None if it answered."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._in_own_task(lambda store: store.ping())
@@ -527,10 +515,6 @@ class GuardedStore(StoreWrapper):
         return None
 
     async def _keep_watching(self) -> None:
-        """Ping the store if an operation takes longer than _LONG_S seconds.
-
-        A failed ping opens the breaker long before the operation's deadline.
-        """
         # If the ping fails and no other operation was answered, the breaker opens at once: the
         # operation's deadline would come long after requests have stopped waiting.
         while True:
@@ -831,7 +815,6 @@ class _Write:
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """The write's sort key: if waiting writes must be dropped, the lowest key goes first."""
         # Items that replace a value (tickets) are dropped last. Other items are dropped in the
         # order of worth, the lowest first; of equal ones the newest first.
         return (not self.item.keep_existing, self.item.worth, -self.serial)

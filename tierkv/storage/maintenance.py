@@ -66,9 +66,9 @@ async def values_under(
 async def _pages_under(
     store: Store, prefix: str, is_selected: ValueFilter
 ) -> AsyncIterator[Sequence[StoredValue]]:
-    """Yield the values under `prefix` that `is_selected` accepts, several at once.
+    """Yield pages of the values under `prefix` that `is_selected` accepts.
 
-    The caller can remove the values before it requests the next ones.
+    The caller can remove the values of a page before it requests the next page.
     """
     cursor: str | None = None
     while True:
@@ -229,7 +229,6 @@ class _Identity:
 
 
 def _identity_in(name: str) -> _Identity | None:
-    """Return the block that a name belongs to; None for names of values such as tickets."""
     fields = name.split(":")
     try:
         digest = bytes.fromhex(fields[_DIGEST_FIELD])
@@ -250,10 +249,10 @@ def _check(
     identity: _Identity,
     codecs: Mapping[int, Callable[[str], Codec]],
 ) -> bool:
-    """Check that a stored value is intact and is the value that its name names.
+    """Check that a stored value is intact and belongs to its name.
 
-    Return True if the check is incomplete, because the value is signed or encrypted and its secret
-    key is not given. Raise DamagedValueError if the value is damaged.
+    Return True if the check is incomplete, because the value is signed or encrypted and its
+    secret key is not given.
     """
     says = read_identity(content)
     if says.key_digest != identity.digest:

@@ -177,7 +177,6 @@ class MemoryStore(BaseStore):
         return self._live_at(name, self._clock.wall())
 
     def _live_at(self, name: str, now: float) -> _Value | None:
-        """Return the value called `name`; if it has expired at `now`, remove it and return None."""
         value = self._values.get(name)
         if value is None or value.expires_at is None or value.expires_at > now:
             return value

@@ -112,7 +112,6 @@ class _Attached:
         self._is_over = asyncio.Event()
 
     def __enter__(self) -> Store:
-        """Return the store, which stays open until the `with` block ends."""
         self._num_under_way += 1
         self._is_idle.clear()
         return self.store
@@ -140,7 +139,6 @@ class _Attached:
             self.is_left.set()
 
     async def _keep_open(self) -> None:
-        """Keep the store open until it is detached and unused; raise if it fails while in use."""
         try:
             async with self.store.running(), self.notifier.running():
                 self._is_open = True
@@ -443,7 +441,6 @@ class Places:
 
 
 def _joined(answers: Sequence[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
-    """Merge the answers of several stores into one list, in the order of the items."""
     by_index = {i: one for at, some in answers for i, one in zip(at, some, strict=True)}
     return [by_index[i] for i in range(len(by_index))]
 

@@ -235,7 +235,6 @@ class EventPoller:
                 one.on_done(outcome[0])
 
     def _watch(self, firsts: Sequence[_Pending]) -> None:
-        """Block the thread until one of `firsts` is done or failed, or another event was added."""
         began = time.monotonic()
         least_s = _LONG_NAP_S if all(one.is_long for one in firsts) else _MIN_NAP_S
         while not self._has_new_events and not any(_outcome(one.event) for one in firsts):
@@ -247,7 +246,6 @@ _DONE = (None,)
 
 
 def _outcome(event: Event) -> tuple[TransferError | None] | None:
-    """Return None while `event` is pending, (None,) once it is done, (error,) if it failed."""
     try:
         return _DONE if event.is_done else None
     except TransferError as error:
@@ -293,7 +291,6 @@ Submission = Submitted | Future[tuple[Event, ...]]
 
 
 def _events_of(submission: Submission) -> tuple[Event, ...]:
-    """Return one event per layer, or after a failed submission one failed event with its error."""
     error = submission.exception()
     if isinstance(error, TierKVError) and not isinstance(error, TransferError):
         error = TransferError(str(error))
@@ -527,7 +524,6 @@ class Mover:
                 self._submitter.shutdown(wait=True)
 
     async def _open_lanes(self) -> None:
-        """Open both lanes in a thread; a cancelled call first waits for the thread."""
         assert self._submitter is not None, "there is a thread"
 
         def open_all() -> None:

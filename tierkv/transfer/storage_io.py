@@ -387,7 +387,7 @@ class TailLists:
         return best
 
     async def _read(self, parent: bytes, space: str) -> list[Tail]:
-        """Return the tails listed after block `parent`, newest first; [] for a damaged list."""
+        """Return the tails listed after `parent`, newest first, or [] without an intact list."""
         name = self._names.tails(parent, space)
         try:
             value = await self._store.get(name, max_bytes=_MAX_LIST_BYTES)
@@ -414,10 +414,7 @@ class TailLists:
 
 
 def _identity(parent: bytes) -> ValueIdentity:
-    """Return the identity in the header of the list of tails that follow block `parent`.
-
-    The identity is the same for all layouts.
-    """
+    """Return the identity in the header of a list of tails, the same for all layouts."""
     return ValueIdentity(bytes(LAYOUT_DIGEST_BYTES), parent, _NOT_A_BLOCK)
 
 
@@ -847,10 +844,9 @@ class StorageIO:
     async def _encoded_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """Return the stored values of blocks, without the checksums, which the sender computes.
+        """Return writes of blocks without the checksums, which the sender computes.
 
-        After each batch of blocks the event loop can run other tasks. None if the sender cannot
-        compute the checksum of a block, for example of a tail.
+        Return None if the sender cannot compute the checksum of a block, for example of a tail.
         """
         items: list[PutItem] = []
         for at in range(0, len(keys), _MADE_AT_ONCE):

@@ -158,7 +158,7 @@ class MooncakeValues:
         return [status == 1 for status in statuses]
 
     def _states(self, names: Sequence[str]) -> Sequence[int]:
-        """Return a number for each name: 1 if Mooncake has a value, 0 if not, or an error code."""
+        """Return for each name 1 if Mooncake has a value, 0 if not, or an error code."""
         return self._client.batch_is_exist(list(names)) if names else []
 
     def delete(self, names: Sequence[str]) -> int:
@@ -206,10 +206,10 @@ class MooncakeValues:
     def _read(
         self, names: Sequence[str], rooms: Sequence[Pieces], given_up: Event
     ) -> Sequence[int]:
-        """Read values into buffers of exactly their length. Blocks the thread.
+        """Read values into buffers of exactly their length, and block the thread meanwhile.
 
-        The call sets `given_up` if Mooncake takes long and does not answer, so that later batches
-        of the same caller fail at once. Return the length of each value, or an error number.
+        Return each value's length in bytes or an error number. `given_up` is set if Mooncake is
+        slow, so that the caller's later batches fail at once.
         """
         landings = [
             # More buffers than a call may have are replaced by one of the same total size.
@@ -466,7 +466,6 @@ def pointer(view: Buffer) -> int:
 
 
 def _check_master_answers(address: tuple[str, int], timeout_s: float) -> None:
-    """Check that the master answers, before Mooncake's client connects to it."""
     # The client would retry for minutes, and with a frozen master its `setup` stops all Python
     # threads for 4 s.
     with socket.create_connection(address, timeout_s) as connection:

@@ -183,7 +183,6 @@ class ClusterRouter:
         return answers
 
     def _by_master(self, names: Sequence[str]) -> dict[Address | None, list[int]]:
-        """Return the indexes of the names by the address of their master; None for no master."""
         table = self._topology.table
         # Addresses are grouped by identity first: hashing a thousand of them takes 0.5 ms.
         ranges: dict[int, tuple[Address | None, list[int]]] = {}
@@ -196,7 +195,6 @@ class ClusterRouter:
         return groups
 
     async def _try(self, attempts: Sequence[_Attempt], purpose: Purpose) -> list[_Attempt]:
-        """Send each command once; return the attempts that have to be repeated."""
         sent: list[tuple[_Attempt, Address, WireRequest]] = []
         again: list[_Attempt] = []
         topology = self._topology
@@ -231,7 +229,6 @@ class ClusterRouter:
         return again
 
     def _redirects(self, attempt: _Attempt, refusal: Refused, answered_by: Address) -> bool:
-        """Return True if a refused command has to be sent again, and record to which node."""
         attempt.target, attempt.is_ask = None, False
         elsewhere = redirection(refusal, answered_by)
         if elsewhere is None:
@@ -344,7 +341,7 @@ def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
 
 
 def _host(host: object, more: Sequence[object]) -> str:
-    """Return the host in an entry of CLUSTER SLOTS; "" for the host of the answering node."""
+    """Return the host in an entry of CLUSTER SLOTS, or "" for the answering node's host."""
     name = host.decode("utf-8", "replace") if isinstance(host, bytes) else ""
     match more:
         case [_, [*_, b"ip", bytes(ip)], *_] if name == _UNNAMED:
@@ -484,7 +481,6 @@ class Topology:
         return member
 
     async def _use_table(self, table: list[Address | None]) -> None:
-        """Use `table` from now on: connect to new masters, and close idle nodes that left it."""
         known = set(masters(table))
         for member in [self._join(address) for address in known]:
             if member is not None:
@@ -514,10 +510,6 @@ class Topology:
             await asyncio.sleep(pause_s)
 
     async def _ask_for_table(self) -> list[Address | None]:
-        """Return the master of each hash slot, as reported by the first Redis node that answers.
-
-        Nodes that did not answer last time are asked last.
-        """
         failures = []
         known = dict.fromkeys((*self._members, *self._url.addresses))
         access = self._access

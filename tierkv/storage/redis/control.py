@@ -185,7 +185,6 @@ class RedisNotifier:
 
 
 async def _send(connection: RedisConnection, commands: Sequence[Command]) -> None:
-    """Send `commands`; raise TimeoutError if the server accepts no bytes for _SILENT_S seconds."""
     async with asyncio.timeout(_SILENT_S):
         await connection.send_packed_command(connection.pack_commands(commands))
 

@@ -401,7 +401,6 @@ class RedisNode:
         return [expect(int, check_reply(reply, (verb,))) for reply in outcome]
 
     async def _count_leading(self, names: Sequence[str]) -> int:
-        """Return the result of `count_leading` for names that fit into one command."""
         # One exchange counts the values of all parts; the first incomplete part is divided again.
         # If the server is far, each name is a part, so one exchange is enough.
         present, time = 0, asyncio.get_running_loop().time
@@ -480,8 +479,8 @@ class RedisNode:
     ) -> Sequence[StoredValue]:
         """Return size and expiry of each value that this server has.
 
-        A name whose hash slot is moving to another server, and which must be asked there, is
-        appended to `moving`.
+        A name is appended to `moving` if its hash slot is moving to another server, which must be
+        asked for the value.
         """
         values = []
         now = self._clock.wall()

@@ -281,14 +281,12 @@ class ConnectionPool:
                     return
 
     def _may_begin(self, wire: Wire) -> bool:
-        """Return True if the next queued request may be submitted to `wire` now."""
         # The comment at READING_BYTES says why a busy connection may get a second long write.
         if not (self._waiting and wire.is_ready and wire.has_room and self._send_budget.left > 0):
             return False
         return wire.is_idle or (self._in_flight_limit.is_local and self._waiting[0].is_long_write)
 
     def _pop(self) -> WireRequest | None:
-        """Pop the oldest waiting request; None if there is none or too many bytes are in flight."""
         while self._waiting and self._in_flight_limit.has_room:
             request = self._waiting.popleft()
             if request.outcome is None:
@@ -296,10 +294,7 @@ class ConnectionPool:
         return None
 
     def _wake_one(self) -> None:
-        """Wake a connection's idle task if there is a request to send.
-
-        The task wakes the next one.
-        """
+        """Wake an idle connection's task for a queued request, and let it wake the next task."""
         while self._idle and self._waiting and self._in_flight_limit.has_room:
             idle = self._idle.popleft()
             if not idle.done():  # else its task is being cancelled
@@ -397,7 +392,6 @@ class ConnectionPool:
         self._wake_one()
 
     def _has_working_connection(self) -> bool:
-        """Return True if the server has answered on a connection that is still open."""
         return any(wire.has_answered and not wire.is_lost for wire in self._wires)
 
     def _fail_waiting(self, reason: str) -> None:

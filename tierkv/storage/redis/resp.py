@@ -221,10 +221,7 @@ class Replies:
         return replies
 
     def _fill(self, num_bytes: int) -> int:
-        """Record that `num_bytes` bytes of a value were received.
-
-        Return how many of them follow its end.
-        """
+        """Record the receipt of value bytes, and return how many bytes follow the value's end."""
         if self._drop_bytes:
             self._drop_bytes -= num_bytes
             num_bytes = 0
@@ -242,10 +239,7 @@ class Replies:
         return num_bytes
 
     def _parse_bits(self, replies: list[Reply]) -> None:
-        """Parse consecutive replies 0 and 1 at once.
-
-        A request with many EXISTS gets such replies.
-        """
+        """Parse consecutive replies 0 and 1 at once, as answers to many EXISTS."""
         if self._state is not _State.LINE or self._scratch[self._start] != _COLON:
             return
         run = _BITS.match(self._scratch, self._start, self._end)
@@ -261,10 +255,6 @@ class Replies:
             self._wanted.popleft()
 
     def _step(self, replies: list[Reply]) -> bool:
-        """Parse the next line or the end of a value.
-
-        Return False if more bytes have to arrive first.
-        """
         if self._state is _State.LINE:
             end = self._scratch.find(b"\r\n", self._start, self._end)
             if end < 0:
@@ -330,7 +320,6 @@ class Replies:
         self._move_from_scratch()
 
     def _move_from_scratch(self) -> None:
-        """Copy bytes of a value that arrived in the scratch buffer to the value's buffers."""
         at_hand = self._end - self._start
         if self._drop_bytes:
             taken = min(at_hand, self._drop_bytes)

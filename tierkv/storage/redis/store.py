@@ -198,10 +198,6 @@ class RedisStore(BaseStore):
             await self._read_clock(router, access)
 
     async def _read_clock(self, router: Router, access: RedisAccess) -> None:
-        """Set the store's clock to the time of a Redis server.
-
-        If the server does not answer or refuses TIME, the reason is only logged.
-        """
         try:
             new_connection = connection_factory(await router.nodes()[0].locate(), access)
             deadline_s = access.pace.deadline_s(0)
@@ -276,9 +272,10 @@ class RedisStore(BaseStore):
         ]
 
     async def _refusal_of_size(self, cut: Sequence[PutItem]) -> PutOutcome | None:
-        """Return FULL if the server closed the connection because a value in `cut` is too large.
+        """Return FULL if the server closed the connection because of a too large value.
 
-        `cut` has the writes that the server did not answer. Return None if there is another cause.
+        `cut` has the writes that the server did not answer. Return None if there is another
+        cause.
         """
         # Such a server sends no error, and answers small requests. The longest interrupted write is
         # therefore repeated between two pings.
@@ -337,7 +334,6 @@ class RedisStore(BaseStore):
         return ListPage(tuple(values.values()), after)
 
     async def _moving_values(self, names: Sequence[str]) -> dict[str, StoredValue]:
-        """Return size and expiry of values that are moving between servers, by name."""
         calls = [
             KeyCommand(name, partial(question, verb, name))
             for name in names
@@ -386,7 +382,6 @@ class RedisStore(BaseStore):
         return await self._router.carry_out(calls, purpose)
 
     async def _each(self, verb: str, names: Sequence[str], *more: int) -> Sequence[int]:
-        """Send the command `verb name more` for each name, and return the number in each reply."""
         router = self._opened()
         parts = cut(names, NAMES_PER_COMMAND)
         return [answer for part in parts for answer in await router.each(verb, part, *more)]

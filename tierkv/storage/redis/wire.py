@@ -214,7 +214,6 @@ async def _connect(address: Address) -> socket.socket:
 
 
 async def _resolved(address: Address) -> Sequence[tuple[int, object]]:
-    """Return pairs (address family, socket address) of a host, in the resolver's order."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:  # an IP address needs no DNS query in a thread, which takes up to 17 ms
             socket.inet_pton(family, address.host)
@@ -242,7 +241,6 @@ async def _connected(socket_path: str) -> socket.socket:
 
 
 def _is_local(sock: socket.socket) -> bool:
-    """Return True if `sock` is a TCP connection within this machine."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     try:
@@ -790,7 +788,6 @@ class Wire:
             self._send_budget.on_refill(self._send_on)
 
     def _next_pieces(self, max_bytes: int) -> list[memoryview]:
-        """Return the pieces to send with one system call, at most `max_bytes` bytes together."""
         pieces: list[memoryview] = []
         num_bytes = 0
         for piece in self._to_send:
@@ -823,11 +820,10 @@ class Wire:
         self.close(Unanswered(f"did not answer within {oldest.allowed_s * 1000:.0f} ms"))
 
     def _lose(self, why: str) -> None:
-        """Close the connection because it failed, for the reason `why`.
+        """Close the failed connection, whose requests may be sent again on another connection.
 
-        Requests without an answer may be sent again on another connection. The exceptions are a
-        request whose second attempt could have another result, and a read of which a part has
-        already reached its checksum.
+        The exceptions are a request whose second attempt could have another result, and a read
+        that has passed a part of the value to its checksum.
         """
         for place, waiting in enumerate(self._in_flight):
             # The oldest request's digest may have received a part of the value. Without an answer
