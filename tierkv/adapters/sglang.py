@@ -579,7 +579,6 @@ def _identity(
 
 
 def _overrides() -> dict[str, str]:
-    """Return SGLang's overrides of the model's configuration; empty if there are none."""
     name = "json_model_override_args"
     value = _argument(name)
     return {} if value in {"", "{}"} else {name: value}

@@ -834,7 +834,6 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._is_kept = True
 
     def _kept(self) -> None:
-        """Wait until the copies that `_keep` started have ended."""
         keeping = self._keeping
         if keeping is not None:
             self._num_kept = keeping.result()

@@ -176,7 +176,6 @@ class TierKVTier(SecondaryTierManager):
         self._storage.close()
 
     def _collect_answers(self) -> None:
-        """Record the answers to lookups that have arrived from the store since the last call."""
         for keys, future in [pair for pair in self._asked if pair[1].done()]:
             self._asked.remove((keys, future))
             answers = future.result() if future.exception() is None else [False] * len(keys)

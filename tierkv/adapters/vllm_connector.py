@@ -1131,7 +1131,6 @@ class _SchedulerSide:
         heappush(self._decoding, (tracked.due, next(self._order), tracked))
 
     def _num_saved(self, tracked: _Tracked) -> int:
-        """Return the number of tokens in saved blocks of the first full-attention cache group."""
         size = self._groups[self._main].block_size
         return tracked.saved[self._main] * size if tracked.saved else 0
 
@@ -1242,9 +1241,8 @@ class _SchedulerSide:
     ) -> bool:
         """Save, for each cache group, the unsaved blocks among its first `stops[group]`.
 
-        `table` lists the request's device blocks for each cache group. `first_tokens` are the first
-        generated tokens, for the ticket if the prompt is published. Return False if a block is not
-        saved, because the host has no room or a rank is lost.
+        `table` lists the request's device blocks for each cache group. Return False if a block is
+        not saved, because the host has no room or a rank is lost.
         """
         name = tracked.request.request_id
         firsts = tracked.saved or [0] * len(self._groups)
@@ -1663,7 +1661,6 @@ def _fingerprint(
 
 
 def _socket_path(config: VllmConfig) -> str:
-    """Return the path of the socket from which this engine's workers get the host memory."""
     engine = hashlib.sha256(str(config.kv_transfer_config.engine_id).encode()).hexdigest()
     return str(Path(tempfile.gettempdir(), _SOCKETS.replace("*", engine[:16])))
 

@@ -383,11 +383,7 @@ class Routes:
         self._max_tokens = node.settings.node.max_prompt_tokens
 
     async def _read_prompt(self, request: web.BaseRequest, kind: type[P]) -> P:
-        """Return the request's decoded body, with a long prompt replaced by its packed tokens.
-
-        A prompt is long if it has more than `_LONG` tokens or characters. A body above 256 KiB is
-        decoded and packed in a thread.
-        """
+        """Return the request's decoded body, with a long prompt replaced by its packed tokens."""
         return await self._node.bodies.read(request, kind, self._pack)
 
     def _pack(self, body: P) -> P:
@@ -407,7 +403,6 @@ class Routes:
         return principal_of(request).tenant, bodies.check_id(in_path(request, "id"), "the id")
 
     def _ticket_name(self, request: web.BaseRequest, ticket_id: str) -> str:
-        """Return the name under which a ticket of the caller's tenant is stored."""
         tenant = principal_of(request).tenant
         return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)
 

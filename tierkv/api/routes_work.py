@@ -69,7 +69,6 @@ class _Stream:
         self._is_over = False
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = (), /) -> None:
-        """Accept all tokens generated so far, and queue those that are new."""
         # A request that is computed again repeats its tokens: only later ones are new.
         known = len(self._tokens)
         new = tokens[known:]
@@ -78,14 +77,12 @@ class _Stream:
         self._changed.set()
 
     def add_all(self, answer: GenerateAnswer) -> None:
-        """Accept a complete answer, and queue its tokens that are new."""
         known = len(self._tokens)
         self._tokens += answer.tokens[known:]
         self._logprobs += (answer.logprobs or ())[known:]
         self._changed.set()
 
     def end(self) -> None:
-        """Make `send` return once it has sent all accepted tokens."""
         self._is_over = True
         self._changed.set()
 

@@ -36,7 +36,6 @@ class _WrongUsage(_Failure):
 
     @classmethod
     def of(cls, error: click.UsageError) -> Self:
-        """Return the failure with the text of Click's error in one line."""
         help_at = error.ctx.command_path if error.ctx is not None else "tierkv"
         said = " ".join(error.format_message().split())
         return cls(f"{said.rstrip('.')}; see {help_at} --help")

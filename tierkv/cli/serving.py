@@ -97,7 +97,6 @@ def _settings_in(
 
 
 def _address(port: int) -> _Decorator:
-    """Add the options --host and --port, with `port` as the default port in the help."""
     return _all_of(
         click.option("--host", help="The address to listen on.  [default: 127.0.0.1]"),
         click.option(

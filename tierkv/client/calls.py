@@ -223,7 +223,6 @@ class Calls:
         raise self._not_a_node(reply)
 
     def _refuse(self, reply: Reply) -> NoReturn:
-        """Raise the error that an answer with an error status contains."""
         problem = read_problem(reply.content_type, reply.raw)
         if problem is None:
             raise self._not_a_node(reply)
@@ -248,7 +247,6 @@ def named(body: B) -> B:
 
 
 def _encoded(body: msgspec.Struct | None, accept: str) -> tuple[Body | None, dict[str, str]]:
-    """Return the encoded body (None if there is none) and the HTTP headers of a call."""
     headers = {"Accept": accept}
     if body is None:
         return None, headers

@@ -125,7 +125,6 @@ def _class_of(problem: Problem) -> type[TierKVError]:
 
 
 def _remote_class(kind: type[TierKVError]) -> type[RemoteError]:
-    """Return the class that inherits from RemoteError and `kind`, the same at each call."""
     if kind is TierKVError:
         return RemoteError
     if kind not in _REMOTE:

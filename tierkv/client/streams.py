@@ -57,7 +57,6 @@ class EventReader:
                 self._name = ""
 
     def _lines(self, chunk: bytes) -> Iterator[bytes]:
-        """Add bytes, and yield the lines that are complete now; a line ends with LF or CR LF."""
         self._line += chunk
         if len(self._line) + self._size > _MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {_MAX_EVENT_BYTES >> 20} MiB")

@@ -172,7 +172,6 @@ def _read_file(path: Path) -> str:
 async def _play(
     model: Path | None, prompts: Prompts, storage: str | None, say: Callable[[str], None]
 ) -> list[Scene]:
-    """Start the nodes, run every scene, stop all processes, and return the scenes."""
     task = asyncio.current_task()
     assert task is not None, "runs in a task"
     # A signal cancels this task, which then stops all processes and removes the folder.

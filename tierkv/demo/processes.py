@@ -337,7 +337,6 @@ class Fleet:
         raise DemoError("the gateway closed the connection before the end of its answer")
 
     async def _generating_node(self) -> NodeProcess | None:
-        """Return the decode node that generates the answer now; None if there is none."""
         for url, node in self._decode.items():
             if await self._metric(f'{_RUNNING}{{node="{url}"}}'):
                 return node

@@ -283,7 +283,6 @@ class Play:
 
 
 async def _moved(node: NodeProcess) -> dict[str, int]:
-    """Return the bytes that a node has fetched, loaded, offloaded and flushed so far."""
     stats = await node.client.stats()
     storage = stats.storage or StorageStats()
     return {

@@ -500,7 +500,6 @@ def _prompt(service: Service, tokens: bytes | Prompt) -> Prompt:
 
 
 def _packed(tokens: Tokens) -> bytes:
-    """Pack the tokens. Tokens given as bytes are returned unchecked."""
     return tokens if isinstance(tokens, bytes) else pack(tokens)
 
 

@@ -798,7 +798,6 @@ class _Engine:
         return [number, promise.num_tokens, _packed(promise.parts, {}), ticket, promise.problem]
 
     async def release_all(self) -> None:
-        """Release all blocks and slots of the engine, whose copies must all have ended."""
         for held in list(self._known.values()):
             await self._side.free(held)
         await self._side.free_reserved(self._lent)

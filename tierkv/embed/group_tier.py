@@ -500,7 +500,6 @@ class GroupTier:
             self._is_storing = False
 
     async def _flush(self, blocks: Sequence[FlatBlock]) -> list[str]:
-        """Store blocks; return the reasons why some were not stored."""
         if any(self.blocks.get(block.key.digest) is not block for block in blocks):
             return ["the cache was deleted before the blocks were stored"] * len(blocks)
         self.blocks.hold(blocks)

@@ -774,10 +774,8 @@ class HostSide:
     ) -> str | None:
         """Fetch the missing blocks of the first `bound` tokens, and fill `fetch.promise`.
 
-        The promise protects the blocks on the host from eviction; nothing is protected if the
-        request no longer waits for it. `keys` has the keys of the prompt's blocks if a ticket
-        states that they are stored; otherwise it is (). Return the reason why a block did not
-        arrive; None if all arrived.
+        The promise protects the blocks on the host from eviction. Return the reason why a block did
+        not arrive; None if all arrived.
         """
         lookups, problem, estimator = self._begin_lookups(prompt), None, self._service.estimator
         time = asyncio.get_running_loop().time
@@ -892,9 +890,10 @@ class HostSide:
     def _hold(
         self, prompt: Prompt, lookups: dict[int, GroupLookup], promise: HostPromise, num_tokens: int
     ) -> None:
-        """Protect for `promise` the blocks of the first `num_tokens` tokens.
+        """Protect for `promise` the blocks of the first `num_tokens` tokens in all cache groups.
 
-        The caller has just checked, with no await since then, that the host has these blocks.
+        `lookups` has the prompt's lookup for each cache group, by the group's number. The caller
+        has just checked, with no await since then, that the host has these blocks.
         """
         promise.num_tokens = num_tokens
         promise.parts = [HeldRun(0, array("i")) for _ in self._groups]

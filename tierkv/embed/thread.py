@@ -277,7 +277,6 @@ class ServiceThread:
             return error
 
     def _answer(self, call: Call[Any], task: asyncio.Task[object]) -> None:
-        """Set the answer of a call after its task has ended or was cancelled."""
         del self._running[call.number]
         reason = self._reasons.pop(call.number, None)
         if task.cancelled():

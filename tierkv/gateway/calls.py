@@ -432,13 +432,11 @@ class _Probe:
         self._before: NodeState | None = None
 
     async def on(self) -> None:
-        """Probe the node until cancelled."""
         while True:
             await asyncio.sleep(self._settings.probe_interval_s)
             await self.once()
 
     async def once(self) -> None:
-        """Probe the node once, and update its state."""
         now, node = asyncio.get_running_loop().time, self.node
         try:
             # Each probe asks for the fingerprint first: a node restarted with another model

@@ -170,7 +170,6 @@ class CompletionRoutes:
         return await writer.end()
 
     async def _run(self, answers: Sequence[PromptAnswer], send: SendTo) -> None:
-        """Generate all answers; if one fails, cancel the other ones and raise the error."""
         async with task_group() as tasks:
             for index, answer in enumerate(answers):
                 tasks.create_task(self._run_one(index, answer, send))

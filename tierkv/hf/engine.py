@@ -282,7 +282,6 @@ class TransformersEngine(SessionEngine):
         return [next(chosen) if piece.wants_logits else None for piece in pieces]
 
     def _bound_pages(self) -> Pages:
-        """Return the model's view of the device planes at their present size."""
         if self._pages is None or self._planes is not self._service.planes:
             self._planes = self._service.planes
             self._pages = self._model.pages([_tensor(one) for one in self._planes.arrays])

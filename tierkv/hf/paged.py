@@ -121,9 +121,8 @@ class _Part:
     ) -> torch.Tensor:
         """Return the attention output of several sequences' tokens, [1, heads, tokens, dim].
 
-        `query` is [1, heads, tokens, dim], with the tokens of all sequences; `key` and `value` are
-        [sequences, kv_heads, length, dim], and their last sizes may differ. `scaling` multiplies
-        the scores before the softmax; None for 1 / sqrt(dim).
+        `query` has the tokens of all sequences, [1, heads, tokens, dim]; `key` and `value` are
+        [sequences, kv_heads, length, dim]. `scaling` is None for 1 / sqrt(dim).
         """
         runs, groups = self._num_runs, query.shape[1] // key.shape[1]
         if self.num_tokens == runs:  # treat the query heads of a KV head as its queries

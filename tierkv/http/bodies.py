@@ -208,7 +208,6 @@ def release(request: web.BaseRequest) -> None:
 
 
 def _media_type(request: web.BaseRequest) -> str:
-    """Return the content type of the request's body, JSON or msgpack; raise for any other type."""
     content_type = request.content_type
     if content_type not in (JSON, MSGPACK):
         given = request.headers.get("Content-Type", "")

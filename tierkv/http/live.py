@@ -211,7 +211,6 @@ _HEADERS = {
 
 @cache
 def _file(name: str) -> bytes | None:
-    """Return the bytes of a file in the live page's folder; None if the folder has no such file."""
     listed = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _TYPES}
     return listed[name].read_bytes() if name in listed else None
 

@@ -169,9 +169,7 @@ class Watch:
     async def _read_within(self, budget: Budget, give_up_at: float) -> Ticket | None:
         """Read the ticket once; return None if it may still come or the store fails.
 
-        `give_up_at` is the loop time at which the claim ends. `_problem` becomes the store's
-        failure, or None after an answer. `_is_useless` becomes True if the claim should not read
-        again.
+        `give_up_at` is the time of the loop's clock at which the claim ends.
         """
         loop, tier = asyncio.get_running_loop(), self._estimator.tier
         began = loop.time()
@@ -516,11 +514,10 @@ class Claims:
         return has_room and not self._scheduler.num_waiting
 
     async def _fetch_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
-        """Fetch blocks of a claimed prompt to the host while the producer still computes the rest.
+        """Fetch blocks of a claimed prompt to the host while the producer computes the rest.
 
-        `prefix` is the prompt up to the last block to fetch; `near` is the producer, from whose
-        memory blocks are read if possible. If the device has enough free memory, the blocks are
-        also loaded to the device. The result is True if all blocks arrived.
+        If the device has enough free memory, the blocks are also loaded to the device. Return True
+        if all blocks arrived.
         """
         await near.ask(prefix)
         budget = Budget(self._fetch_deadline_s, step_s=self._fetch_deadline_s)
@@ -549,10 +546,8 @@ class Claims:
     ) -> Request:
         """Fetch the prompt and admit the request; raise HandoffError if too few blocks arrive.
 
-        `policy` decides if all blocks must arrive. If they must, a failing store is asked again
-        until the time `give_up_at` of the loop's clock, because the ticket states that all blocks
-        are stored. Blocks that `near` can read from the producer's memory do not come from the
-        store. Blocks for which the host has no room are fetched in portions after the admission.
+        If all blocks must arrive, a failing store is asked again until `give_up_at`. Blocks for
+        which the host has no room are fetched in portions after the admission.
         """
         prompt, pause_s = spec.prompt, _FIRST_PAUSE_S
         while True:
@@ -584,10 +579,6 @@ class Claims:
     async def _rest(
         self, request: Request, keys: Sequence[StoredKey], budget: Budget
     ) -> GetOutcome | None:
-        """Fetch the missing blocks of an admitted request in portions.
-
-        Return the outcome of the first block that did not arrive, or None.
-        """
         if request.cached_tokens == request.spec.prompt.num_tokens:
             return None
         return await self._portions.fetch_or_end(request, budget, keys)
@@ -638,11 +629,7 @@ async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement
 
 
 def _note(fetched: Fetched, near: Supply) -> None:
-    """Collect the token ranges of all fetches of one claim, to count tokens by their source.
-
-    The ranges of `fetched` are appended to the claim's ranges in `near`. The ranges of earlier
-    fetches are copied from `near` to `fetched`.
-    """
+    """Collect the token ranges of all fetches of one claim, to count tokens by their source."""
     fetched.earlier = tuple(near.came)
     near.came.append(fetched.tokens)
     near.direct.extend(fetched.direct)

@@ -118,9 +118,8 @@ class Portions:
     ) -> None:
         """Fetch blocks through staging slots, a group at a time, until the request has all blocks.
 
-        When all copies to the device have ended, `outcome` gets None or the reason for an early
-        end; a result set by other code before ends the fetch. `has_slots` is set once staging slots
-        are acquired.
+        When all copies to the device have ended, `outcome` gets None, or the reason for an early
+        end. If other code completes `outcome` before, the fetch ends.
         """
         try:
             for load in request.loads:
@@ -160,9 +159,8 @@ class Portions:
     ) -> GetOutcome | None:
         """Fetch a portion into the staging slots of `group`, and load it into the request's blocks.
 
-        Return None if all blocks arrived, or else the first outcome that is not a hit. Nothing is
-        loaded if, after the fetch, `outcome` is done because the caller has stopped waiting, or no
-        budget is left.
+        Return the first outcome that is not a hit; None if all blocks arrived. Nothing is loaded if
+        the caller has stopped waiting or no budget is left.
         """
         at = request.lease.num_blocks
         budget.arrived()
@@ -182,9 +180,7 @@ class Portions:
     ) -> GetOutcome | None:
         """Load a portion's fetched blocks to the device, up to the first block that is missing.
 
-        `found` has the outcome of the read of each block of the portion, and `keys` has their keys;
-        `at` is the index of the portion's first block in the prompt. Return the outcome of the
-        missing block; None if no block is missing.
+        Return the outcome of the missing block; None if no block is missing.
         """
         num_hits = next(
             (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)

@@ -665,8 +665,7 @@ class Tickets:
     async def _ours(self, name: str, kind: type[Ticket | OpenTicket]) -> str | None:
         """Return the id of the ticket stored as `name`, if it has a fingerprint of this node.
 
-        Return None for a ticket of another fingerprint, and for a missing or damaged value. `kind`
-        is the type of the stored value.
+        Return None for another fingerprint, and for a missing or damaged value.
         """
         try:
             value = await self._values.get(name, max_bytes=MAX_TICKET_BYTES)
@@ -966,10 +965,9 @@ class Tickets:
         kind: type[_Named],
         max_bytes: int = MAX_TICKET_BYTES,
     ) -> _Named | None:
-        """Return the record of type `kind` about a ticket; None if the store has no such record.
+        """Return the record of type `kind` about a ticket; None if the store has none.
 
-        `name_of` returns the record's name in the store, given the ticket's id. Raise HandoffError
-        if the record is damaged, or names another ticket.
+        HandoffError is raised if the record is damaged, or names another ticket.
         """
         check_id(ticket_id)
         try:
