@@ -133,10 +133,9 @@ class Timeline:
 
 
 class Timelines:
-    """The records of the last requests, and the prompts of the newest of them.
+    """Records (`Timeline`) of the most recent requests: the times of the steps of each request.
 
-    The kept prompts have at most `max_bytes` bytes of tokens in total. Older records lose their
-    prompt.
+    The newest records also have the request's prompt, up to `max_bytes` bytes of tokens in total.
 
     Args:
         max_requests: largest number of records.

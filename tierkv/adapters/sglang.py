@@ -338,9 +338,9 @@ class TierKVHiCache(HiCacheStorage):
         return pages
 
     def _pools(self, name: str) -> list[PagePool]:
-        """Return the tierkv pools in which the pages of SGLang's host pool `name` are stored.
+        """Return the tierkv pools of SGLang's host pool `name`, one for each slice of heads.
 
-        There is one pool for each slice of this rank's heads; [] if SGLang's pool has no pages.
+        The result is [] if SGLang's pool has no pages.
         """
         if name not in self._pages:
             raise ConfigError(
@@ -355,9 +355,9 @@ class TierKVHiCache(HiCacheStorage):
         act: Callable[[PagePool, Sequence[bytes], Sequence[int]], Future[list[bool]]],
         kind: str,
     ) -> dict[str, list[bool]]:
-        """Run `act` for all pools at once, and wait for the results.
+        """Call `act` for all transfers, and wait for all results, even if some calls fail.
 
-        Return, by SGLang's name of the pool, one bool for each page: True if `act` succeeded.
+        Return a list for each of SGLang's pool names, with True for every page that succeeded.
         """
         # All transfers are awaited: SGLang reuses a page as soon as this method returns.
         began_at = time.perf_counter()
@@ -507,7 +507,6 @@ def _answer(future: Future[_T], failed: _T) -> _T:
 
 
 def _all_of(futures: Sequence[Future[list[bool]]], num_pages: int) -> list[bool]:
-    """Return one bool for each page: True if it is True in every future's result."""
     none = [False] * num_pages
     answers = [_answer(future, none) for future in futures]
     return (

@@ -350,11 +350,6 @@ class _Begun:
         return len(self.tokens) - self.hit.computed
 
     def is_of(self, tokens: npt.NDArray[np.int64], max_tokens: int) -> bool:
-        """Return True if a call of the model with `tokens` can use this load.
-
-        The tokens must begin with the loaded prompt, of which at most `max_tokens` tokens may come
-        from the cache.
-        """
         begins = np.array_equal(tokens[: len(self.tokens)], self.tokens)
         return begins and self.num_there <= max_tokens
 
@@ -549,9 +544,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
                 self._keep()
 
     def reset(self) -> None:
-        """Cache the KV of the current text, and begin a new text.
+        """Store the KV of the present text in the cache, and begin a new text.
 
-        For callers of `model(...)` that do not use `sequence`.
+        Code that calls `model(...)` without `sequence` calls this between two texts.
         """
         with self.sequence():
             pass
@@ -722,7 +717,6 @@ class TierKVCache(Cache):  # type: ignore[misc]
         return _stream_of(self._like[0].device) == self._stream
 
     def _begin(self, prompt: torch.Tensor) -> None:
-        """Start loading the cached part of `prompt`, [1, tokens], before the model is called."""
         if prompt.ndim != 2 or prompt.shape[0] != 1 or not self._is_on_stream():  # noqa: PLR2004
             return
         tokens = prompt[0].detach().cpu().numpy()
@@ -733,8 +727,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
     def _pop_begun(self, ids: torch.Tensor, max_tokens: int) -> PromptHit | None:
         """Use the load that `_begin` started, and return the sources of the KV of `ids`.
 
-        The result is None, and the load is dropped, if the load is not for the text `ids`, or
-        brings more than `max_tokens` tokens.
+        Drop the load and return None if the load does not fit `ids`, brings more than `max_tokens`
+        tokens, or `ids` has more tokens than the device memory has room for.
         """
         begun, tokens = self._begun, ids[0].cpu().numpy()
         if (
@@ -755,7 +749,6 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._held, self._num_kept = self._held[:0], 0
 
     def _place(self, num_tokens: int) -> None:
-        """Set every layer's keys and values to the first `num_tokens` tokens in device memory."""
         for layer, planes in zip(self.layers, self._layout.planes_of_layer, strict=True):
             layer.place(self._room, planes, num_tokens)
 
@@ -840,7 +833,6 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._keeping = None
 
     def _tokens(self, num_tokens: int) -> npt.NDArray[np.int64]:
-        """Return the first `num_tokens` tokens that the model was given, int64 [num_tokens]."""
         found = np.zeros(max((at + len(ids) for at, ids in self._fed), default=0), np.int64)
         if self._fed:
             every, read = torch.cat([ids for _, ids in self._fed]).cpu().numpy(), 0
@@ -904,9 +896,9 @@ class _Moves:
         return self._ask(self._has_failed, load).result()
 
     def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> _Asked[int]:
-        """Copy a sequence's KV to the host, except its first `num_kept` tokens, already there.
+        """Start copying a text to the host, without its first `num_kept` tokens.
 
-        The returned object later gives the number of leading tokens that lookups can then find.
+        The later result is the number of the text's leading tokens that lookups then find.
         """
         self._hurries = False
         return self._ask(self._kept, tokens, num_kept)
@@ -916,7 +908,6 @@ class _Moves:
         self._hurries = True
 
     def note_prefills(self, computed: Sequence[tuple[int, float]]) -> None:
-        """Record pairs of computed tokens and seconds, to estimate the model's speed."""
         for num_tokens, seconds in computed:
             self._ask(self.engine.note_prefill, num_tokens, seconds)
 
@@ -1332,7 +1323,6 @@ _LOOKERS = ("transformers.", "tierkv.")
 
 
 def _hooks_of(model: PreTrainedModel) -> list[int]:
-    """Return ids of the model's forward hooks, without those of transformers and tierkv."""
     found: list[int] = []
     for one in map(vars, model.modules()):
         for hooks in (one["_forward_pre_hooks"], one["_forward_hooks"]):
@@ -1352,13 +1342,11 @@ def _adapter_layers(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _adapters_of(model: PreTrainedModel) -> str:
-    """Return a digest of the active PEFT adapters and their scales; "" without adapters."""
     layers = {name: _settings_of(one) for name, one in _adapter_layers(model).items()}
     return hashlib.sha256(repr(sorted(layers.items())).encode()).hexdigest() if layers else ""
 
 
 def _settings_of(layer: torch.nn.Module) -> list[tuple[str, object]]:
-    """Return a layer's attributes that are plain values, or lists or dicts of plain values."""
 
     def is_plain(value: object) -> bool:
         if isinstance(value, dict):
@@ -1431,10 +1419,6 @@ def _num_common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> in
 
 
 def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
-    """Return a forward pass's token ids, [1, tokens].
-
-    BadRequestError is raised for inputs that the cache does not support.
-    """
     ids = given.get("input_ids")
     if ids is None:
         raise BadRequestError(
@@ -1458,13 +1442,11 @@ def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _num_logits(given: Mapping[str, Any]) -> int:
-    """Return for how many last tokens the caller wants logits; 1 by default."""
     wanted = given.get("logits_to_keep")
     return wanted if isinstance(wanted, int) and wanted > 0 else 1
 
 
 def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:
-    """Raise BadRequestError if a token is masked, or the positions are not start, start + 1, ..."""
     mask = given.get("attention_mask")
     if mask is not None and (mask.ndim != 2 or not bool(mask.all())):  # noqa: PLR2004
         raise BadRequestError(
@@ -1487,7 +1469,6 @@ def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:
 
 
 def _without(given: Mapping[str, Any], count: int, num_tokens: int) -> dict[str, Any]:
-    """Return a forward pass's arguments without the first `num_tokens` of its `count` tokens."""
     cut = {
         name: given[name][..., num_tokens:]
         for name in ("input_ids", *_BY_POSITION)
@@ -1497,7 +1478,6 @@ def _without(given: Mapping[str, Any], count: int, num_tokens: int) -> dict[str,
 
 
 def _install(model: PreTrainedModel) -> None:
-    """Add hooks and a `generate` to `model`, which use the `TierKVCache` of each call."""
     # Hooks and method are set on this object alone, so that a copy of the model gets its own.
     if "generate" not in vars(model):
         model.register_forward_pre_hook(_before, with_kwargs=True)

@@ -289,7 +289,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
 
 class TierKVStats(KVConnectorStats):
-    """The scheduler's counts since the last report, by their names in `_COUNTS`."""
+    """The connector's counts in vLLM's scheduler since the last report, by the counter's name."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -764,7 +764,6 @@ class _SchedulerSide:
     # Arrival and lookup of a request
 
     def arrive(self, request: Request) -> None:
-        """Start the lookup of a new request that has a session, or a router's hint to fetch."""
         is_hinted = self._follow_hints(request)
         if (is_hinted or request.session_id) and self._finds and self._has_store:
             tracked = self._track(request)
@@ -773,7 +772,6 @@ class _SchedulerSide:
                 self._ask(tracked, 0)
 
     def _follow_hints(self, request: Request) -> bool:
-        """Count a request's hints from the router; return True if a hint asks to fetch blocks."""
         hints = request.kv_hints
         if hints is None:
             return False
@@ -1004,10 +1002,7 @@ class _SchedulerSide:
             self._plans.loads.append((name, plan))
 
     def _wait_for(self, block_ids: Iterable[Sequence[int]]) -> None:
-        """Make the workers wait for running saves if these still read a block in `block_ids`.
-
-        vLLM is about to write to these blocks.
-        """
+        """Make the workers wait for running saves that read blocks which vLLM will overwrite."""
         if self._has_windows or self._states:
             for ids in block_ids:
                 self._plans.must_wait = self._plans.must_wait or bool(self.cache.fence(ids))
@@ -1283,6 +1278,7 @@ class _SchedulerSide:
     def _names(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> Sequence[Sequence[ExternalId | None]]:
+        """Return vLLM's block hashes by cache group, or () if nothing would use the hashes."""
         if self._publishes_events or self.cache.sees_host:
             return self._hashes(request, block_ids, firsts)
         return ()
@@ -1570,9 +1566,9 @@ def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
 
 def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
-    """Return a request's block table with NO_BLOCK in place of null blocks (id 0).
+    """Return a block table with NO_BLOCK in place of vLLM's null blocks (id 0).
 
-    vLLM has null blocks for positions that a cache group without full attention no longer needs.
+    A null block stands for tokens that a sliding window or a recurrent state no longer needs.
     """
     if group.kind is GroupKind.FULL:
         return table

@@ -141,7 +141,10 @@ class Once(Generic[T]):
             self.release(key)
 
     def release(self, key: Hashable) -> None:
-        """Remove the result of `key` after `ttl_s` seconds, or earlier if too many are kept."""
+        """Let the result of `key` expire, `ttl_s` seconds from now.
+
+        If more than `max_answers` released results are kept, the oldest ones are removed earlier.
+        """
         entry = self._open.pop(key, None)
         if entry is None:
             return

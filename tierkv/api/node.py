@@ -394,7 +394,6 @@ class Routes:
         return msgspec.structs.replace(body, prompt=None, tokens=tokens)
 
     def _request_id(self, request: web.BaseRequest, given: str | None) -> str:
-        """Return the request's id: from the body, Idempotency-Key or X-Request-Id, or a new one."""
         if given is None:
             given = request.headers.get(IDEMPOTENCY_HEADER)
         return bodies.name_request(request, given)

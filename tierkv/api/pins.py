@@ -115,7 +115,7 @@ class PinBook:
         return len(self._sessions)
 
     def get(self, key: Key) -> Pin:
-        """Return the pin of `key`.
+        """Return the pin that was put under `key`, the tenant and the pin's id.
 
         Raises:
             UnknownIdError: There is no such pin, or it has ended.

@@ -308,10 +308,6 @@ class QuotaRoutes(Routes):
         return bodies.check_id(in_path(request, "id"), "the tenant")
 
     def _known_space(self, request: web.BaseRequest) -> str:
-        """Return the name of the space of the tenant in the path.
-
-        Raise an UnknownIdError if the tenant has no quota and has sent no request.
-        """
         space = self._node.service.tenants.known_space_of(self._tenant(request))
         if space is None:
             raise UnknownIdError(

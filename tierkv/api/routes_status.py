@@ -346,7 +346,6 @@ class NodeLiveRoutes(Routes):
         return one.prompt
 
     def _tenant_filter(self, request: web.BaseRequest) -> str | None:
-        """Return the tenant of the requests that the caller may see; None for all tenants."""
         caller = principal_of(request)
         if caller.access >= Access.ADMIN:
             return None

@@ -125,7 +125,7 @@ async def _serve_engines(
     guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
 
     def why_not(token: str) -> str:
-        """Return the reason to reject an engine with this token; "" to accept the engine.
+        """Return the reason to reject an engine with this token, or "" to accept the engine.
 
         Only admins are accepted, because an engine can read the host blocks of all tenants.
         """

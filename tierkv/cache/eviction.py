@@ -349,8 +349,11 @@ class EvictionPolicy:
     def rank(self, node: TreeNode) -> int:
         """Return the rank of a node without leases; the node with the lowest rank is evicted first.
 
+        Soft pins are not part of this rank: `EvictionOrder` adds SOFT_PIN to the rank of a node
+        with a soft pin.
+
         Returns:
-            The rank, from 0 to SOFT_PIN - 1. SOFT_PIN is added for a node with a soft pin.
+            The rank, from 0 to SOFT_PIN - 1.
 
         Raises:
             NotImplementedError: the subclass does not define this method.

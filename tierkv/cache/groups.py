@@ -155,8 +155,9 @@ def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) ->
     """Return the number of tokens of the longest prefix for which all groups have their blocks.
 
     Args:
-        groups: each cache group, and for each of its block positions the number of cached tokens.
-        limit: largest number of tokens.
+        groups: each cache group, together with a sequence that has one number for each block of the
+            prompt: how many of the block's first tokens are cached for this group, 0 for none.
+        limit: largest result, in tokens.
     """
     length, before = limit, -1
     while length != before:

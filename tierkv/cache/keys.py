@@ -637,9 +637,10 @@ class KeyRun(Sequence[StoredKey]):
 
     @property
     def parent(self) -> bytes:
-        """The key of the block before those of `KeyRun.of`; the root if `of` began with block 0.
+        """The `parent` that was passed to `KeyRun.of`: the key of the block before the first one.
 
-        A slice has the same parent as the `KeyRun` that it was cut from.
+        The parent of block 0 is the root. A slice has the same parent as the `KeyRun` that it was
+        cut from.
         """
         return self._chain.parent
 

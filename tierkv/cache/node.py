@@ -176,15 +176,15 @@ class BlockPool:
         self._reset(capacity, np.concatenate([more, self._free[: self.num_free]]))
 
     def shrink(self, capacity: int) -> None:
-        """Remove all ids that are `capacity` or higher from the pool; they must be free.
+        """Reduce the pool to `capacity` ids: remove all ids that are `capacity` or higher.
 
-        To make them free, first call `allocate_from(capacity)`, so that no other caller gets a free
-        one. Wait until all other callers have released their ids from `capacity` on, and then
-        release the ids that `allocate_from` returned.
+        These ids must be free. First call `allocate_from(capacity)`, which allocates the free ones,
+        so that nobody else gets them. When their other users have released the remaining ones,
+        release the ids that `allocate_from` returned, and call `shrink`.
 
         Raises:
             OwnershipError: one of these ids is allocated; nothing changed.
-            ValueError: `capacity` is negative or above the present number.
+            ValueError: `capacity` is negative or above the present capacity.
         """
         if not 0 <= capacity <= self.capacity:
             raise ValueError(f"{self.tier}: {capacity} blocks are not fewer than {self.capacity}")

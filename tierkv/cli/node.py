@@ -151,7 +151,6 @@ def verify(*, node: Target, as_json: bool) -> None:
 
 
 def _text(prompt: str) -> str:
-    """Return the text of the argument PROMPT; text from standard input if it is "-"."""
     return _decoded(_content(Path("-")) if prompt == "-" else os.fsencode(prompt))
 
 

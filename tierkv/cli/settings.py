@@ -81,7 +81,6 @@ def _chosen(names: Sequence[str], known: Sequence[str], values: Mapping[str, Any
 
 
 def _hint_unread_variables(environ: Mapping[str, str], known: Sequence[str]) -> None:
-    """Print a hint for each variable that is ignored because it has "_" where "__" belongs."""
     variables = {f"{_PREFIX}{name.replace('.', '__')}".upper(): name for name in known}
     single = {variable.replace("__", "_"): variable for variable in variables}
     for variable in environ:

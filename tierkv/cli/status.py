@@ -200,10 +200,6 @@ _GATEWAY_ROWS: Mapping[str, Mapping[str, str]] = {
 
 
 def _is_shown(seen: Seen, name: str, state: str) -> bool:
-    """Return whether `tierkv status` prints a node's part, or a gateway's node, called `name`.
-
-    Healthy parts of a node are left out, except storage.
-    """
     return seen.role == _GATEWAY or name == "storage" or not state.startswith("ok")
 
 

@@ -118,7 +118,7 @@ def with_each_store(url: str, work: Callable[[Store], Awaitable[T]]) -> tuple[Se
 
 
 def _require_existing(store: Store) -> None:
-    """Raise ConfigError if a file store's directory does not exist, since only nodes make it."""
+    """Raise ConfigError if a file store's directory is missing, since only nodes create it."""
     if isinstance(store, FileStore) and not store.is_made():
         raise ConfigError(
             f"there is no store at {store.url}: give the directory of a node's storage.url"

@@ -260,14 +260,13 @@ def _encoded(body: msgspec.Struct | None, accept: str) -> tuple[Body | None, dic
 
 
 def _packed(body: msgspec.Struct) -> msgspec.Struct:
-    """Return `body` with its prompt's tokens as bytes, which a node reads 50 times faster."""
+    """Return `body` with its tokens as bytes, because nodes read bytes 50 times faster."""
     if isinstance(body, PromptBody) and isinstance(body.tokens, list):
         return replace(body, tokens=pack(body.tokens))
     return body
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds in the Retry-After header; None if it is missing or has a date."""
     text = headers.get("Retry-After", "")
     if not (text.isascii() and text.isdigit()):
         return None

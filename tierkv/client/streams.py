@@ -57,6 +57,7 @@ class EventReader:
                 self._name = ""
 
     def _lines(self, chunk: bytes) -> Iterator[bytes]:
+        """Append `chunk` to the buffered bytes, and yield the lines that are now complete."""
         self._line += chunk
         if len(self._line) + self._size > _MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {_MAX_EVENT_BYTES >> 20} MiB")

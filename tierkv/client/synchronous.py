@@ -122,7 +122,6 @@ class SyncStream(Generic[A]):
 def _waiting(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, A]],
 ) -> Callable[Concatenate[Client, P], A]:
-    """Return a method of `Client` that runs `method` and blocks until it has returned."""
 
     @functools.wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> A:

@@ -36,7 +36,6 @@ class DemoError(TierKVError):
 
 
 def _die_with_parent() -> None:
-    """Make the kernel send SIGTERM to this child process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -271,7 +271,6 @@ class Play:
         )
 
     async def _expected(self, prompt: Fields, max_tokens: int) -> GenerateAnswer:
-        """Return the answer of the single node without its cache; each prompt is computed once."""
         content = prompt["prompt"] if "prompt" in prompt else prompt["tokens"]
         if (content, max_tokens) not in self._expected_answers:
             self._say("single node: computing the same from the first token on, no cache ...")

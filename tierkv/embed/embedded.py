@@ -467,10 +467,7 @@ class Embedded:
     def _in_turn(
         self, kind: str, request_id: str, work: Callable[[Session], Awaitable[T]]
     ) -> Call[T]:
-        """Run `work` on the request's session, after all earlier calls about the request.
-
-        `kind` is the name of the returned call.
-        """
+        """Run `work` on the request's session after all earlier calls for this request."""
         check_text(request_id=request_id)
 
         async def job(_: Service) -> T:

@@ -251,24 +251,20 @@ class _RequestState:
     """State of one request of the engine.
 
     Attributes:
-        prompt: the prompt that the request looks up.
         ticket: id of the ticket that the lookups wait for; None without one.
         call: the running lookup; None without one.
-        promise: the host blocks that a lookup has found and protected from eviction; None without
-            any.
+        promise: the host blocks that a lookup has found and protected from eviction.
         nothing: the result of the last lookup if it found no block. Lookups return it again,
-            without a search, until `asks_again_at`. None otherwise.
-        asks_again_at: time of the monotonic clock, in seconds.
+            without a search, until `asks_again_at` (seconds of the monotonic clock).
         limit: largest number of tokens that lookups may find, so that blocks whose load has failed
             are not found again; None for no limit.
         saved: by number of the cache group, how many leading blocks of `saved_of` are saved or
             being saved.
-        saved_of: the prompt of the last save; None before the first.
+        saved_of: the prompt of the last save.
         num_saves: number of running saves.
-        publish: the running publish; None without one.
-        published: id of the last published ticket; None without one.
-        is_of_old: True if the cache was reset after the request began. No block of the request is
-            saved then.
+        published: id of the last published ticket.
+        is_of_old: True if the cache was reset after the request began; no block of the request is
+            saved any more.
     """
 
     prompt: Prompt
@@ -318,11 +314,7 @@ class _Step:
     """A running plan: the ranks copy the blocks that it lists, all of one request.
 
     Attributes:
-        key: key of the request.
-        known: state of the request.
-        prompt: the prompt of the copied blocks.
-        plan: the plan that the ranks get.
-        parts: the plan's blocks, with one entry for each cache group that has any.
+        parts: the plan's blocks, by cache group; a group without blocks has no part.
         missing: numbers of the ranks that have not reported the end of the plan.
         promise: the protected host blocks of a load; None for a save.
         problem: the first failure that a rank reported; None without one.
@@ -770,33 +762,35 @@ class EngineCache:
         """Return a plan that copies computed blocks of `prompt` to the host.
 
         A partial last block is copied too. Lookups find the blocks once the copies are done. Blocks
-        that this request has saved before are skipped, which lets a caller pass all blocks in each
-        step. If there is no free host slot for a block, neither this block nor later blocks of its
-        cache group are copied now. If `prompt` differs from the prompt saved before under this key
-        within their common length, the call begins a new request: the old one is released first.
+        that this request has saved before are skipped, so the engine can pass all blocks in each
+        step. If a block gets no host slot, because none is free, later blocks of its cache group
+        are not copied now either.
+
+        If `prompt` is neither a beginning nor a continuation of the prompt that was last saved
+        under this key, a new request begins, and the old one is released first.
 
         Args:
             key: key of the request.
             prompt: the tokens of the blocks.
             block_ids: for each cache group, a list of device blocks for consecutive blocks of the
-                prompt; NO_BLOCK where there is none.
-            first_blocks: for each cache group, the number of the prompt's block that the first
-                entry of its list in `block_ids` is for; () if all lists begin with block 0.
+                prompt; NO_BLOCK for a block of the prompt that has no device block.
+            first_blocks: for each cache group, the number of the prompt's block to which the first
+                element of its list in `block_ids` belongs; () if all lists begin with block 0.
             ticket: id under which the prompt is published to other engines; None to publish
-                nothing. Other engines can fetch saved blocks while the rest is computed. The save
-                that reaches the prompt's end in the first cache group of full attention ends the
-                publish, and `poll` then returns the ticket.
+                nothing. Other engines can fetch saved blocks while later ones are computed. The
+                save that reaches the prompt's end in the first cache group of full attention ends
+                the publish, and `poll` then returns the ticket.
             first_tokens: first output tokens; only the save that reaches the prompt's end needs
                 them.
-            external_ids: for each entry of `block_ids`, the engine's name of the block; events
-                about the block carry the name. () for no names.
+            external_ids: for each list of `block_ids`, the engine's names of its blocks, used in
+                events about the blocks; None for a block without a name. () for no names.
 
         Returns:
             The plan, for the ranks; None if there is nothing to copy.
 
         Raises:
             DeviceFailedError: a rank is lost.
-            BadRequestError: the blocks do not fit the prompt or the cache groups.
+            BadRequestError: the blocks do not match the prompt or the cache groups.
         """
         self._check_ranks()
         given = self._given(block_ids, first_blocks)
@@ -1241,7 +1235,6 @@ class EngineCache:
         self._save_over(step)
 
     def _not_saved(self, step: _Step) -> None:
-        """Free a failed save's host slots for later saves, and mark its blocks as unsaved."""
         saved = step.known.saved
         for part in step.parts:
             self._reserve[part.group].extend(part.slots)
@@ -1274,7 +1267,6 @@ class EngineCache:
         self._host.call(HostSide.finish, number, first_tokens)
 
     def _keep_copied(self) -> None:
-        """Make the blocks that were copied since the last call visible to lookups."""
         if self._copied:
             copied, self._copied = self._copied, []
             call = self._host.call(HostSide.keep, [what for _, what in copied])

@@ -281,7 +281,7 @@ class Exchange:
     # The loop's side
 
     def pop_work(self) -> tuple[Call[Any], Work] | None:
-        """Remove and return the oldest call that has not started, with the function passed for it.
+        """Remove the oldest call that has not started, and return it with the function to run.
 
         Return None if there is no such call.
         """

@@ -225,14 +225,13 @@ def _memory(record: bytes, num_descriptors: int) -> NodeMemory:
 
 
 class NodeHost:
-    """The connection of one engine to a node with the host tier, for `EngineCache(node=...)`.
+    """An engine's connection to the node whose host tier it uses (`EngineCache(node=...)`).
 
-    Calls to the node are answered later. Loads and saves are planned in this process, without a
-    call.
+    The node answers calls later. Loads and saves are planned in this process, without a call.
 
     Args:
-        path: path of the node's socket, its setting `node.engine_socket`.
-        name: name of this engine in the node's log lines.
+        path: path of the node's socket, which is the node's setting `node.engine_socket`.
+        name: name of this engine in the node's log lines; "" for the process id.
         key: an admin's token, if the node has an auth file; "" otherwise.
         deadline_s: seconds to wait for the node to listen.
     """
@@ -643,7 +642,6 @@ class EngineListener:
 
 
 def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
-    """Return why an engine with the fingerprint `theirs` is refused; "" if it is accepted."""
     if mine.root() == theirs.root():
         return ""
     had, asked = mine.readable(), theirs.readable()
@@ -798,6 +796,7 @@ class _Engine:
         return [number, promise.num_tokens, _packed(promise.parts, {}), ticket, promise.problem]
 
     async def release_all(self) -> None:
+        """Release all blocks and slots of the engine after all of its copies have ended."""
         for held in list(self._known.values()):
             await self._side.free(held)
         await self._side.free_reserved(self._lent)

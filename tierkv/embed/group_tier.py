@@ -224,11 +224,11 @@ class GroupTier:
         return None, 0
 
     async def longest(self, lookup: GroupLookup, limit: int) -> int:
-        """Return an upper bound of the number of leading tokens that host and storage can supply.
+        """Return the largest number of a prompt's leading tokens that host and storage may have.
 
-        Blocks that were not looked up in storage yet are assumed to be stored. The bound is exact
-        once `to_ask` finds no more blocks to look up. If the supply may end within a block, this
-        method looks up a partial block in storage.
+        Blocks that were not looked up in storage yet are assumed to be stored. The number is exact
+        once `to_ask`, which lists the blocks to look up, returns []. The first block that is
+        missing may have a stored partial copy; this method looks for one.
 
         Args:
             lookup: the prompt's lookup in this cache group.
@@ -474,10 +474,9 @@ class GroupTier:
     # Storing
 
     def _write_down(self, block: FlatBlock) -> None:
-        """Begin to store a block, if the policy `CacheSettings.storage_write` requires a copy now.
+        """Start to store a block if the write policy requires that now.
 
-        Write-back, which in other tiers stores a block at its eviction, stores it at once here:
-        evictions in this tier do not wait for a store.
+        With write-back a block is also stored at once, because evictions here wait for no store.
         """
         is_due = self._rule.writes_now(block.hits) or self._rule.policy is WritePolicy.WRITE_BACK
         if is_due and not block.is_stored and self.storage is not None:

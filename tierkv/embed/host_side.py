@@ -199,7 +199,10 @@ class HostSizes:
 
     @property
     def indexed(self) -> int | None:
-        """Number of the cache group that is in the index; None without full attention."""
+        """Position in `groups` of the cache group whose blocks are in the radix tree (the index).
+
+        None if no cache group has full attention.
+        """
         return self.main if self.groups[self.main].kind is GroupKind.FULL else None
 
     def settings(self, cache: CacheSettings) -> CacheSettings:
@@ -358,8 +361,8 @@ class _Planned(NamedTuple):
     Attributes:
         num_tokens: number of tokens of this beginning.
         problem: the error because of which storage was not asked for more; None without an error.
-        known: the blocks of the indexed cache group that storage has; None if they were not looked
-            up.
+        known: stored blocks of the cache group whose blocks are in the index; None if storage was
+            not asked for them.
     """
 
     num_tokens: int
@@ -668,10 +671,6 @@ class HostSide:
             most *= _MORE_ASKED
 
     def _longest_here(self, lookups: dict[int, GroupLookup], bound: int) -> int:
-        """Return how many leading prompt tokens, up to `bound`, all cache groups have on the host.
-
-        `lookups` has the prompt's lookup for each cache group, by the group's number.
-        """
         valid = [
             (self._groups[number], self._tiers[number].valid(lookup, bound))
             for number, lookup in lookups.items()
@@ -760,7 +759,6 @@ class HostSide:
         _answer(answered, problem)
 
     def _all_here(self, prompt: Prompt, bound: int) -> int:
-        """Return how many leading tokens, up to `bound`, the host has in every cache group."""
         return self._longest_here(
             self._begin_lookups(prompt), self._on_host(prompt, bound).num_tokens
         )
@@ -1055,7 +1053,10 @@ class HostSide:
         return Kept(tuple(num_blocks), tuple(map(tuple, unused)))
 
     def _are_of_old(self, copied: Sequence[Copied]) -> bool:
-        """Return True if the cache was emptied after one of the blocks' slots was reserved."""
+        """Return True if all values were deleted after one of the slots was reserved.
+
+        The slots are also removed from the record of reserved slots.
+        """
         generation, is_of_old = self._service.deletions.generation, False
         for some in copied:
             for slot in some.slots:

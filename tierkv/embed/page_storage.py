@@ -223,7 +223,6 @@ class PageStorage:
         await began
 
     async def _live(self, pool: PagePool, began: asyncio.Future[None]) -> None:
-        """Run a pool's reader and writer until the storage closes; set `began` once they run."""
         async with pool.io.running():
             began.set_result(None)
             await self._closing.wait()
@@ -310,14 +309,14 @@ class PagePool:
         return self._storage.run(self._save(self._stored(keys), self._ids(keys, page_ids)))
 
     def clear(self) -> Future[int]:
-        """Delete every stored page of this pool's kind, including pages that other engines stored.
+        """Delete all stored pages of this pool's `identity`, also those that other engines stored.
 
-        Pages that are being stored are stored first, and deleted too. Until the future is done, no
-        page is stored and `load` finds none.
+        A page that is being stored is deleted too, after its write has ended. Until the future is
+        done, no page is stored and `load` finds none.
 
         Returns:
-            A future with the number of deleted values. It raises StoreUnavailableError if the store
-                does not answer; some pages may then remain.
+            A future with the number of deleted values. The future raises StoreUnavailableError if
+                the store does not answer; some pages may then remain.
         """
         return self._storage.run(self._clear())
 

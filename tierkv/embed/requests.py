@@ -199,7 +199,6 @@ class Requests:
 
 @contextmanager
 def _listed(held: _Held) -> Iterator[None]:
-    """Let `abort` cancel the current task while this context is entered."""
     task = _current_task()
     held.tasks.add(task)
     try:

@@ -232,7 +232,6 @@ class ServiceThread:
             watcher.cancel()
 
     async def _finish_calls(self) -> None:
-        """Wait until no call runs. Calls that still run after `grace_s` are cancelled."""
         self._drain()
         tasks = {task for _, task in self._running.values()}
         if tasks:
@@ -265,10 +264,7 @@ class ServiceThread:
         task.add_done_callback(partial(self._answer, call))
 
     async def _run(self, call: Call[Any], work: Work) -> object:
-        """Return the result of `work`, or the TierKVError that `work` raised.
-
-        A raised error would stop the service.
-        """
+        """Return a TierKVError of `work` instead of raising it, which would stop the service."""
         try:
             if call.kind not in NEEDS_NO_DEVICE:
                 self._check_device()
@@ -291,7 +287,6 @@ class ServiceThread:
             self.exchange.finish(call, result=result)
 
     async def _watch_device(self, service: Service) -> None:
-        """Wait until the device fails, then cancel all running calls that need it."""
         while service.device.failure is None:
             await self._has_calls.wait()
             await asyncio.sleep(_CHECK_DEVICE_S)

@@ -391,7 +391,7 @@ class NodeCalls:
 
 
 async def _read_to_the_end(events: Events) -> None:
-    """Read the bytes after the event `done`, so that the connection can be reused."""
+    """Read the rest of the response, so that its connection can be reused."""
     with suppress(CallError, TimeoutError):
         async with asyncio.timeout(_END_S):
             while await events.next() is not None:

@@ -215,7 +215,7 @@ _SHORT_PROMPT = 64  # tokens; a shorter prompt is not worth asking nodes about
 
 
 class Backend:
-    """The nodes behind the gateway, with the queue, HTTP client and metrics of their prompts.
+    """The nodes behind the gateway, and the queue, HTTP client and metrics for all prompts.
 
     Use this object only inside its `running()`.
 

@@ -123,7 +123,6 @@ class PromptAnswer:
             self.finish_reason = "stop" if has_stopped else "length"
 
     def _read(self, delivery: Delivery, pieces: Sequence[str]) -> AnswerPiece:
-        """Return the texts of the next tokens as a piece of the answer, up to a stop text."""
         text: list[str] = []
         logprobs: list[Placed] = []
         for piece in pieces:
@@ -310,10 +309,6 @@ class Delivery:
         return offset + len(tokens)
 
     def _whole_logprobs(self, node: BackendNode, received: _Tokens, known: int) -> list[Logprobs]:
-        """Return the log probabilities of received tokens, without the first `known` tokens.
-
-        If one is missing, the method raises an error that names the node.
-        """
         found = (received.logprobs or [])[known:]
         if len(found) < len(received.tokens) - known:
             raise self._node_error(node, "sent tokens without their log probabilities")
@@ -666,8 +661,7 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
 def _continuing_nodes(delivery: Delivery) -> list[BackendNode]:
     """Return the nodes that may generate the next tokens.
 
-    If nodes may have different models, only nodes that sent some of the received tokens may
-    continue.
+    If nodes may have different models, only nodes that sent some of the tokens may continue.
     """
     everybody = delivery.backend.nodes.all
     if delivery.has_incompatible_nodes and delivery.contributing_nodes:

@@ -348,15 +348,16 @@ class CudaStream:
     def wait(self, event: Event, timeout_s: float) -> None:
         """Let work that is submitted to this stream after the call start only when `event` is done.
 
-        The call blocks only if the copy that will complete `event` is not submitted to the GPU yet,
-        or if `event` is of another kind of device: then until `event` is done.
+        The call itself blocks in two cases. If the event's copy is not submitted to the GPU yet,
+        the call blocks until it is submitted. If the event belongs to a device of another kind, the
+        call blocks until the event is done.
 
         Args:
             event: the event to wait for.
             timeout_s: largest time for which the call blocks, in seconds.
 
         Raises:
-            GateTimeoutError: the time was over before the call could return.
+            GateTimeoutError: the call could not return within `timeout_s` seconds.
             TransferError: the work of `event` has failed.
         """
         deadline = time.monotonic() + timeout_s

@@ -364,11 +364,12 @@ def num_queues() -> int:
 
 
 def used_queues(gpu: Gpu) -> tuple[CudaStream, ...]:
-    """Return one stream for each hardware queue of the GPU; each has run one kernel.
+    """Return one stream for each hardware queue of the GPU, each of which has run one kernel.
 
-    Keep these streams while lanes are open. Otherwise lanes that are opened after an engine's first
-    kernels copy more slowly while some of the engine's streams work: 50.5 instead of 54.2 GB/s
-    (H200). The call blocks until the GPU has finished its present work.
+    Keep these streams for as long as lanes (queues of copies) are open: they keep copies at full
+    speed while an engine's streams work. Without them, a lane that was opened after the engine's
+    first kernels copies 50.5 instead of 54.2 GB/s (H200). The call blocks until the GPU has
+    finished its present work.
     """
     gpu.synchronize()
     streams = tuple(new_stream(gpu, is_urgent=True) for _ in range(num_queues()))

@@ -91,16 +91,16 @@ class Stream(Protocol):
     def wait(self, event: Event, timeout_s: float) -> None:
         """Let work that is submitted to this stream after the call start only when `event` is done.
 
-        On CUDA the GPU waits, and the call returns at once. On the CPU, where the engine computes
-        on the calling thread, the call blocks until the event is done.
+        On CUDA the GPU waits for the event; the call blocks only until the event's copy is
+        submitted to the GPU. On the CPU, where the engine computes on the calling thread, the call
+        blocks until the event is done.
 
         Args:
             event: the event to wait for.
             timeout_s: largest time for which the call blocks, in seconds.
 
         Raises:
-            GateTimeoutError: the time was over before the event was done, or before its copy was
-                submitted.
+            GateTimeoutError: the call could not return within `timeout_s` seconds.
             TransferError: the work of `event` has failed.
         """
 

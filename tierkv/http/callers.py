@@ -536,7 +536,6 @@ def _by_connection(request: web.BaseRequest, keyring: Keyring) -> Principal:
 
 
 def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names in a client certificate, such as `DNS:prefill-1`, the common name last."""
     for kind, name in certificate.get("subjectAltName", ()):
         yield f"{kind}:{name}"
     for parts in certificate.get("subject", ()):
@@ -546,10 +545,6 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _by_user(peer: socket.socket) -> Principal:
-    """Return an admin if the client of the Unix socket runs as the node's user.
-
-    Raise an UnauthenticatedError for a client of another user.
-    """
     _, uid, _ = credentials(peer)
     if uid == os.geteuid():
         return Principal(f"uid:{uid}", "", Access.ADMIN)

@@ -71,12 +71,12 @@ def _name(name: str, labels: tuple[tuple[str, str], ...]) -> str:
 
 
 class LiveFeed:
-    """The latest samples of the figures (metrics) on the live page, and streams to open pages.
+    """The data of the live page: the latest samples of metrics, and a stream to each open page.
 
-    Use it inside `running()`.
+    Use this object inside its `running()`.
 
     Attributes:
-        figures: Function that returns the values of the figures by name. If the names change, all
+        figures: Function that returns the values of the metrics by name. If the names change, all
             earlier samples are dropped.
         refresh: Coroutine function that collects data for the page that are too slow to collect at
             each sample. While a page is open, the feed calls it again and again; its result is the
@@ -103,7 +103,10 @@ class LiveFeed:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Take samples while this context is entered; its exit ends all streams to open pages."""
+        """Take samples of the metrics while this context is entered.
+
+        The exit ends the streams to all pages that are open in browsers.
+        """
         self._is_closed = False
         self._begin_anew()
         work = {"tierkv-live": self._sample, "tierkv-live-refresh": self._refresh}

@@ -224,7 +224,6 @@ def _row(error: Exception) -> tuple[int, str, str]:
 
 
 def _sentence(request: web.BaseRequest, error: web.HTTPException, unknown_path_hint: str) -> str:
-    """Return a sentence about an error of aiohttp: what is wrong, and if known, what to do."""
     path = request.path[:200]
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return (

@@ -332,7 +332,6 @@ def _identities(files: Sequence[Path]) -> _Seen:
 
 
 def _identity(file: Path) -> tuple[int, int, int] | None:
-    """Return a value that differs after a change of the file; None if there is no file."""
     try:
         found = file.stat()
     except OSError:

@@ -367,10 +367,7 @@ def _fields(kind: type | None) -> tuple[str, ...]:
 
 
 def _exact(schemas: dict[str, Json]) -> dict[str, Json]:
-    """Add a pattern for base64 to the schema of each bytes field.
-
-    The decoder accepts only base64.
-    """
+    """Add a base64 pattern to the schemas of bytes fields, and return `schemas` itself."""
     for schema in schemas.values():
         _mark_base64(schema)
     return schemas

@@ -465,7 +465,6 @@ class _Http(web.RequestHandler):
         return framing_problem(status, request_id)
 
     def log_exception(self, *args: object, **kw: object) -> None:
-        """Log an error in one line if the client caused it, otherwise with its traceback."""
         error = kw.get("exc_info")
         if isinstance(error, (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
             log.info("a connection ended within a malformed body: %s", type(error).__name__)

@@ -286,7 +286,6 @@ class Watch:
         return None
 
     async def _is_over(self, ticket: Ticket) -> bool:
-        """Return True if the ticket has expired, was claimed, or is being replaced by another."""
         tickets = self._tickets
         return (
             tickets.has_expired(ticket)
@@ -342,7 +341,6 @@ class Watch:
 
 
 def _blocks_of(hint: object) -> int | None:
-    """Return the number of stored blocks in a hint about progress; None for any other hint."""
     if isinstance(hint, str) and hint.startswith(PROGRESS) and hint[1:].isdecimal():
         return int(hint[1:])
     return None
@@ -509,7 +507,6 @@ class Claims:
             raise
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Return True if no request waits and the device has room for `num_blocks` blocks."""
         has_room = self._scheduler.tiers.eviction.available(Tier.DEVICE) >= num_blocks
         return has_room and not self._scheduler.num_waiting
 

@@ -347,7 +347,7 @@ class RequestBlocks:
                 self._tiers.work.capacity_changed()
 
     async def store_rest(self) -> None:
-        """Do nothing, because a request has no blocks of other cache groups."""
+        """Return at once, because `keys` already names all blocks of the prompt."""
 
     def _cached(self, blocks: range) -> tuple[Mask, Ids]:
         """Return which blocks have a copy on the host, bool [n], and their slots, int32 [n].
@@ -661,7 +661,6 @@ class Handoff:
 
 
 def _end_in_index(blocks: PromptBlocks, stop: int) -> int:
-    """Return how many of the first `stop` blocks the prompt's lease protects; no tail counts."""
     lease = blocks.lease
     return 0 if lease is None else min(stop, lease.num_blocks, blocks.prompt.num_blocks)
 
@@ -888,7 +887,6 @@ class PublishStream:
         self._handoff.tickets.hint(self._ticket_id, f"{PROGRESS}{ready}")
 
     async def _close(self, open_ticket: OpenTicket, failure: str) -> None:
-        """Write the failure into the open ticket and notify the nodes that wait for the ticket."""
         with suppress(TimeoutError, StoreUnavailableError, HandoffError):
             async with asyncio.timeout(_LAST_WORD_S):
                 await self._handoff.tickets.give_up(open_ticket, failure or "it failed")

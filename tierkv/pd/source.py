@@ -106,7 +106,7 @@ class PeerSource(Protocol):
 
 
 class NoSupply:
-    """The `Supply` of a claim that reads only from storage."""
+    """The stand-in for a connection to the prefill node, in a claim that reads only storage."""
 
     def __init__(self) -> None:
         self.came: list[range] = []

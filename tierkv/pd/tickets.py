@@ -799,11 +799,6 @@ class Tickets:
             await self.notify(ticket.ticket_id, FAILED)
 
     async def _claim_name(self, ticket: Ticket | OpenTicket, generation: int | None = None) -> None:
-        """Write a ticket under its id; raise DuplicateRequestError if another prompt uses the id.
-
-        With `generation`, the ticket is refused if stored blocks were deleted since that value of
-        `Deletions.generation`.
-        """
         if generation is None:
             generation = self._storage.deletions.generation
         if not await self.put(ticket, only_new=True, generation=generation):
@@ -965,10 +960,6 @@ class Tickets:
         kind: type[_Named],
         max_bytes: int = MAX_TICKET_BYTES,
     ) -> _Named | None:
-        """Return the record of type `kind` about a ticket; None if the store has none.
-
-        HandoffError is raised if the record is damaged, or names another ticket.
-        """
         check_id(ticket_id)
         try:
             value = await self._values.get(name_of(ticket_id), max_bytes=max_bytes)
@@ -1267,10 +1258,6 @@ class TicketLedger:
         return [one for one in self._issued.values() if one.state is Standing.WHOLE]
 
     async def _keep_checking(self) -> None:
-        """Read from the store, again and again, which of this node's tickets were claimed.
-
-        The store is read after each message about a claim, and every few seconds.
-        """
         while True:
             while not self._waiting():
                 self._came.clear()

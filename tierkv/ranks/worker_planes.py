@@ -102,7 +102,8 @@ class _Copies:
 class WorkerPlanes:
     """One rank's KV tensors, and the copies between them and the host slots.
 
-    The engine's thread calls the methods. Plans that arrive before the host slots wait for them.
+    The engine's thread calls the methods. A plan can arrive before this rank has its host slots;
+    the plan's copies begin once it has them.
 
     Args:
         device: the device of the planes.

@@ -436,8 +436,9 @@ class RankHeads:
     Attributes:
         layout: layout of the rank's planes.
         kv_heads: range of the KV heads for which the rank has keys and values.
-        rows: range of the query rows that the rank computes for each of its KV heads in each tile
-            (TILE consecutive tokens). Each query head of the KV head has TILE rows.
+        rows: range of the rows that the rank computes of the query matrix of each of its KV heads.
+            The model computes TILE consecutive tokens at a time; the matrix has TILE rows for each
+            query head of the KV head.
     """
 
     layout: Layout

@@ -322,15 +322,13 @@ _NO_SLOTS = np.empty(0, np.int32)
 class _Held(msgspec.Struct):
     """Everything that the start of a request has acquired so far, released if the start fails.
 
-    A field is cleared when a load or copy becomes the owner of its content.
-
     Attributes:
         lease: lease of the matched blocks.
-        source: lease of a partly shared block that is to be copied.
-        slots: device slots that no copy writes.
-        private: device slots that `movements` write.
-        loads: loads with the request as a user.
-        movements: copies into the request's blocks.
+        source: lease of a partly shared block, from which shared tokens are copied; None if there
+            is none.
+        slots: acquired device slots that no copy writes yet.
+        private: acquired device slots that `movements` write.
+        loads: loads whose blocks the request uses.
     """
 
     lease: Lease
@@ -349,10 +347,10 @@ class Starts:
     Args:
         tiers: the tiers whose slots are acquired.
         running: the list to which started requests are added.
-        loads: the loads that have not ended.
+        loads: the list to which the loads of started requests are added.
         computing: the list to which the blocks that a started request will compute are added.
         given: called at each start with the name of the request's space and the number of its
-            blocks; the order of waiting spaces depends on these numbers.
+            blocks. The queue uses these numbers to share blocks fairly between spaces.
         end: ends a request whose start fails after it was added to `running`.
     """
 
@@ -944,7 +942,11 @@ class Admissions:
             self.pump()
 
     def pump(self) -> None:
-        """Admit waiting requests while there is room, at most `_SLICE` in one turn of the loop."""
+        """Admit waiting requests while there is room.
+
+        After eight requests the event loop runs other tasks, and the admissions continue in its
+        next iteration.
+        """
         if self._is_pumping:
             self._pumps_again = True  # called by a release in the loop below
             return

@@ -73,7 +73,7 @@ class Budget:
         return self._time() + self._deadline_s - self._spent()
 
     def restrict(self, tokens: int, *, is_answered: bool = False) -> Decision:
-        """Decide between waiting and computing, and limit the wait accordingly.
+        """Decide if a request waits for storage or computes, and limit the wait.
 
         A later call can shorten the wait further but does not lengthen it.
 
@@ -82,7 +82,7 @@ class Budget:
             is_answered: True if storage has confirmed that it has these tokens.
 
         Returns:
-            The decision. Without an estimator, it is always to wait.
+            The decision. Without an estimator, the decision is always to wait.
         """
         if self._estimator is None:
             return _AT_ONCE

@@ -100,10 +100,10 @@ class _Level:
     """The waiting requests of one priority.
 
     Attributes:
-        queues: by space, a heap of the numbers of its requests. The number of a request that left
-            the queue is removed when it reaches the top of the heap.
-        num_passed: number of younger requests of higher priority that were admitted before this
-            level's next request.
+        queues: for each space, a heap of the requests' numbers in the order of arrival. The number
+            of a request that left the queue stays until it reaches the top of the heap.
+        num_passed: number of requests of higher priority that arrived later than the next request
+            of this level and were admitted before it.
     """
 
     queues: dict[str, list[int]] = field(default_factory=dict)

@@ -308,15 +308,16 @@ class SharedTails:
         return self.of_use(prompt, cached, found)
 
     def of_use(self, prompt: Prompt, cached: Lease, found: SharedTail | None) -> SharedTail | None:
-        """Return `found` if it shares more tokens of the prompt's next block than are cached here.
+        """Return `found` if it has more tokens of the prompt's next block than are cached here.
 
         Args:
             prompt: the prompt to extend.
-            cached: a lease of the prompt's cached blocks; the next block is the one after them.
-            found: a stored tail; None for none.
+            cached: a lease of the prompt's cached blocks. The next block is the first block after
+                these.
+            found: a stored tail that begins like the next block; None for none.
 
         Returns:
-            `found`; None if it brings no further tokens.
+            `found`; None if this node has cached as many tokens, or `found` is None.
         """
         here = self._cached_tokens(prompt, cached.num_blocks)
         return found if found is not None and found.num_shared > here else None

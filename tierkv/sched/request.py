@@ -440,7 +440,12 @@ class Arrivals:
         return len(self._by_id)
 
     def wait(self, spec: RequestSpec) -> Arrival:
-        """Return the context manager in which the request `spec` waits.
+        """Return a context manager, inside which the request waits for storage or for another node.
+
+        Inside it, `abort` and `drain` can end the wait with an error.
+
+        Args:
+            spec: the request.
 
         Raises:
             DuplicateRequestError: a request with the same id already waits; raised by `async with`,

@@ -450,8 +450,9 @@ class Scheduler:
     def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         """Release all blocks of a running request until it is resumed.
 
-        The committed blocks are copied to the host, as far as there is room. Until `resume` or
-        `abandon` they are evicted after all other blocks, and the request's space stays open.
+        The committed blocks are copied to the host if it has room. Until `resume` or `abandon` is
+        called, they are evicted only after all other blocks, and the request's space (part of the
+        index) is not closed.
 
         Args:
             request: the running request.

@@ -69,7 +69,9 @@ class Tenants:
         self.closed: set[str] = set()  # spaces with blocks that may still be in storage
 
     def known_space_of(self, tenant: str) -> str | None:
-        """Return the name of a tenant's space without an adapter, if it is known; open nothing.
+        """Return the name of a tenant's space (part of the index) for prompts without an adapter.
+
+        The call never opens a space.
 
         Returns:
             The name, if the space is open or a quota was set for it; None otherwise.

@@ -1,11 +1,12 @@
 """The choice between fetching from storage and computing, and the measured speeds of both.
 
 A request waits for storage if fetching its missing tokens is estimated to be faster than computing
-them, or slower by at most PREFERENCE_S. The longest wait is the shorter of the computing time and
-twice the estimated fetch time, but not shorter than the estimated fetch time. To this wait, 10 % of
-the computing time and 30 ms are added. The speed of storage is kept as two moving averages: the
-seconds of a round trip, and bytes a second. Failures of a store are handled by its circuit breaker
-(`storage/guard.py`).
+them, or slower by at most PREFERENCE_S. The wait is limited to twice the estimated fetch time or to
+the computing time, whichever is shorter. If computing is faster than the fetch, the limit is the
+estimated fetch time. In each case, the limit is extended by 10 % of the computing time and 30 ms.
+
+The speed of storage is kept as two moving averages: the seconds of a round trip, and bytes a
+second. Failures of a store are handled by its circuit breaker (`storage/guard.py`).
 """
 
 from __future__ import annotations
@@ -177,11 +178,11 @@ class Line:
         return fixed + slope * units if fixed > 0 else units * mean_y / mean_x
 
     def at_least(self, units: float) -> float:
-        """Return a lower bound of the seconds for `units` units of work.
+        """Return a lower bound of the seconds that `units` units of work take; 0 without a sample.
 
-        With samples of several sizes, the bound is `seconds(units)`. If all samples had the same
-        size, the fixed part of their time is unknown, and the bound is the smaller of two
-        estimates: all of their time is fixed, or none of it.
+        The bound is the estimate `seconds(units)`. If all samples had the same number of units, it
+        is unknown how the time grows with the units; the bound is then at most the mean time of a
+        sample.
         """
         expected = self.seconds(units)
         is_open = self.is_known and self.is_of_one_size
@@ -230,10 +231,10 @@ class PrefillSpeed:
     def at_least(self, tokens: int) -> float:
         """Return a lower bound of the seconds to compute `tokens` tokens of a prompt.
 
-        The bound comes from a line that is fitted to measured prefills. From twice the largest
-        measured number of tokens (`max_tokens`) on, half of the line's value is used: the measured
-        tokens may have been the last ones of prompts, which take up to twice as long as the first
-        ones. From four times `max_tokens` on, the bound no longer grows.
+        Below twice the largest measured number of tokens (`max_tokens`), the bound comes from a
+        line fitted to the measured times. Above that, it is half of the line's value, because the
+        measured tokens may have been at the end of prompts, where a token takes up to twice as
+        long. From four times `max_tokens` on, the bound no longer grows.
         """
         known = self.max_tokens
         seconds = self._line.at_least(min(tokens, _REACH * known))
@@ -519,7 +520,8 @@ class Estimator:
     def compute_s(self, tokens: int) -> float:
         """Return the estimated seconds to compute `tokens` tokens of a prompt.
 
-        Before the first measurement, the estimate is 4,000 tokens a second, but at least 0.1 s.
+        Before the first measurement, a speed of 4,000 tokens a second is assumed, and the result is
+        at least 0.1 s.
         """
         if not self.prefill.is_known:
             return max(tokens / _UNKNOWN_TOKENS_PER_S, _UNKNOWN_S)

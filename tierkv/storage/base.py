@@ -309,10 +309,10 @@ class WorkerThreads:
     async def run_each(self, work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
         """Return `work(item)` for each item, in the order of the items, using all threads.
 
-        If the call is cancelled, no further item is begun, and the call raises after the begun
-        ones. If `work` raises a TierKVError, all other items are still done before the error is
-        raised. After any other error of `work`, the thread in which it happened takes no further
-        item; the error is raised when the other threads have done the remaining items.
+        After a TierKVError, the remaining items are still done before the error is raised. Any
+        other error stops the thread in which it happened; the other threads do the remaining items
+        before the error is raised. If the call is cancelled, no further item is begun, and the call
+        ends when the begun items are done.
 
         Args:
             work: blocking function, called in a thread.

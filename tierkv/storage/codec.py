@@ -184,16 +184,16 @@ class Codec(ABC):
         return self._close(fields, stored, identity)
 
     def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:  # noqa: ARG002
-        """Return a header that is computed later, immediately before the value is sent.
+        """Return an object that computes a value's header just before the value is sent.
 
         Args:
             payload: bytes of the block or tail.
             identity: layout, key and number of tokens, for the header.
 
         Returns:
-            The header, to be stored with `payload` itself. Calling the header computes its bytes.
-                None if this would block the event loop for too long or gains nothing; use
-                `encode` then.
+            The object, to be stored together with `payload`; calling it computes the header's
+                bytes. None if the caller must use `encode` instead, because the codec cannot
+                compute the header separately, or it would take the event loop too long.
         """
         return None
 
@@ -498,7 +498,12 @@ def check_fields(
 
 
 def read_identity(header: Buffer) -> ValueIdentity:
-    """Return the block that is named in a header, without checking the value. For tools.
+    """Return the layout, key and number of tokens that a value's header names.
+
+    Nothing is verified: neither the header nor the bytes after it.
+
+    Args:
+        header: the first bytes of the value.
 
     Raises:
         DamagedValueError: the header is too short.

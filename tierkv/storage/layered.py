@@ -72,11 +72,12 @@ class LayeredSettings:
 
 
 class LayeredStore(StoreWrapper):
-    """A `Store` that consists of a far store, and a near store with copies of the far one's values.
+    """A `Store` made of a far store with all values and a near store with copies of blocks.
 
-    Only values that never change (blocks) are copied. A write succeeds when the far store has the
-    value. Values that can be replaced (tickets) are in the far store only, and `get` reads only
-    there. If the near store fails, reads are slower, but none fails.
+    Only values that never change (blocks) are copied to the near store. Values that can be replaced
+    (tickets) are in the far store only, so `get`, which reads them, never asks the near store. A
+    write succeeds when the far store has the value. If the near store fails, reads are slower, but
+    none fails.
 
     Args:
         near: the fast store, such as files of this machine.

@@ -104,10 +104,11 @@ class Notifier(Protocol):
 class Topics:
     """The objects (`Listener`) of this process that wait for messages about values of a store.
 
-    The name of the value is the topic.
+    Listeners are kept by topic: the name of the stored value that they wait for.
 
     Attributes:
-        changed: set when a topic gets its first listener or loses its last one.
+        changed: event that is set when a topic gets a listener or loses its last one; the code that
+            waits for it clears it.
     """
 
     def __init__(self) -> None:
@@ -581,7 +582,7 @@ class Store(Protocol):
 
     Any number of calls may run at the same time on one event loop, which they never block.
 
-    A method with items reports a fault of the store in the outcome of each item (FAILED, with a
+    `get_into` and `put` report a fault of the store in the outcome of each item (FAILED, with a
     reason); other methods raise StoreUnavailableError. A wrong argument, such as an invalid name,
     raises BadRequestError before the store is asked. Operations outside `running()` fail as if the
     store did not answer. The end of `running()` waits for operations under way.

@@ -66,10 +66,10 @@ class Deletions:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Make deletions wait while this context is entered, to write to the store in it.
+        """Make deletions of all values wait while this context is entered.
 
-        Before entering it, check with `refusal` that the content may still be written, without an
-        await between the two calls.
+        Write to the store inside this context. Directly before entering it, call `refusal` to check
+        that the value may still be written; there must be no `await` between the two.
         """
         self._num_writes += 1
         self._no_writes.clear()

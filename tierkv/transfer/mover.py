@@ -406,10 +406,11 @@ class LayerTimes(msgspec.Struct, frozen=True):
     longest_s: tuple[float, ...]
 
     def and_one(self, ready_s: Sequence[float]) -> LayerTimes:
-        """Return the times of these loads together with one more load.
+        """Return these times with the times of one more load added.
 
         Args:
-            ready_s: arrival time of each layer in the further load, in seconds from its submission.
+            ready_s: arrival time of each layer in the added load, in seconds from the load's
+                submission.
         """
         return LayerTimes(
             self.num_loads + 1,

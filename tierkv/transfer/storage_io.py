@@ -257,14 +257,13 @@ class TailLists:
     """The lists of stored tails, by which a prompt finds tails that other prompts have stored.
 
     A tail is the last, partial block of a prompt. Its name in storage depends on all of its tokens,
-    so only a prompt with exactly the same tokens can compute the name. A list is one small stored
-    value for the block before the tails; it has the tokens of the tails that follow this block.
-    With the list a prompt also finds tails that share only some first tokens with its own next
-    block.
+    so only a prompt with exactly the same tokens can compute the name. Each full block can have a
+    list: a small stored value with the tokens of all tails that follow this block. With the list a
+    prompt also finds a tail that shares only its first tokens with the prompt's next block.
 
     A list cannot cause wrong results: a tail's name is computed from the tokens in the list, and
     the tail's value is checked as any block is. If a list is lost, damaged or out of date, its
-    tails are not found. If two nodes add to one list at once, one of the two entries may be lost.
+    tails are not found. If two nodes add to one list at once, one of the additions may be lost.
 
     Args:
         store: the store of the lists.
@@ -488,15 +487,15 @@ class StorageIO:
         codecs: returns the codec (encodes values and checks them when read) for a fingerprint's
             short form; None to protect values by a checksum only.
         slices: this node's share of each block; None for whole blocks in the slots of `host`.
-        deletions: the deletions of stored values, one object for everything that stores for a
-            service; None for an object that only this one uses.
+        deletions: the record of deletions of all stored values, shared by all objects of a service
+            that write to its stores; None to create one.
 
     Attributes:
         has_other_sizes: True once a block was found that a node with another number of ranks has
             stored.
-        asking: function that is called before each lookup in the store, and returns a second
-            function; the second one is called with the digest of each block that the lookup misses.
-            The service sets it to report missing blocks in its cache events.
+        asking: function without arguments, called before each lookup in the store. The result is a
+            second function, which is called with the digest of each block that the lookup does not
+            find. The service uses them to report missing blocks in its cache events.
     """
 
     def __init__(  # noqa: PLR0913 - a block needs all of them to become a value
@@ -670,8 +669,8 @@ class StorageIO:
 
         Returns:
             One outcome per key. HIT: the slot has the block, and length, key, layout and checksum
-                of every rank's value are right. MISS: not stored, or stored values were deleted
-                during the read.
+                are right. MISS: the block is not stored, or stored values were deleted during the
+                read. DAMAGED: the stored value failed a check. FAILED: the store did not answer.
         """
         if self.deletions.bars_reads:
             return [_DELETED] * len(keys)
@@ -1051,12 +1050,12 @@ class Values:
         Args:
             keys: keys of the blocks.
             slot_ids: int32 [len(keys)], the host slots of the blocks.
-            worth: value of each block to later requests. If too many writes are waiting, the blocks
-                with the lowest numbers are dropped.
+            worth: number for each block, higher if later requests gain more from the block. If too
+                many writes are waiting, the blocks with the lowest numbers are dropped.
 
         Returns:
-            The values, one per rank and block. None if a checksum has to be computed now, for
-                example a tail's.
+            The values, one per rank and block. None if a block is a tail, or if the codec cannot
+                compute a checksum after this call.
         """
         items = []
         for key, slot, value in zip(keys, slot_ids, worth, strict=True):
@@ -1184,10 +1183,10 @@ class Toucher:
             self._record(name, now)
 
     def used(self, names: Iterable[str]) -> None:
-        """Queue stored values, which were found in the store, to have their times to live renewed.
+        """Queue the renewal of the times to live of stored values that were found in the store.
 
-        Names that were renewed or written less than `interval_s` ago are skipped. At most
-        _MAX_NAMES names are queued; further ones are dropped.
+        Values that were renewed or written less than `interval_s` ago are skipped. While 65,536
+        renewals are queued, further values are ignored.
 
         Args:
             names: names of the values.

@@ -154,7 +154,7 @@ class DirectServer:
         """Answer questions about the prompt's blocks until `forget` is called.
 
         Args:
-            offer: name of the offer, which no other prompt has.
+            offer: unique name for this prompt, which the claimers' questions contain.
             prompt: the prompt of the offered blocks.
 
         Returns:
@@ -442,9 +442,9 @@ class Claimer:
                 self._hang_up()  # an answer may still be on its way
 
     async def _was_held(self, channel: Channel, address: DirectAddress) -> bool:
-        """Return True if the producer has protected the blocks of its last answer until now.
+        """Ask whether the producer protected the blocks of its last answer until now.
 
-        The question, sent on `channel`, ends the protection.
+        The question ends the protection. The result is False if the producer does not answer.
         """
         nothing = DirectAsk(offer=address.offer, first=0, stop=0)
         try:

@@ -282,8 +282,7 @@ class Landing:
     async def _allocate(self, prompt: Prompt, count: int) -> Ids:
         """Return `count` device slots for blocks of the prompt.
 
-        If there are too few, wait up to 2 seconds for offloads and evictions that are freeing
-        slots.
+        Wait up to 2 seconds, but only while offloads or evictions are freeing slots.
         """
         async with asyncio.timeout(_ROOM_S):
             while True:

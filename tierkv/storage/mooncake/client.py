@@ -162,16 +162,15 @@ class MooncakeSettings:
 
     Attributes:
         local_host: the address at which providers (nodes that lend memory) reach this node.
-        num_threads: number of calls that read at the same time; the same number of other calls
-            write. A call occupies a processor core while it waits for its bytes. The largest
-            accepted number is 32 if connect_timeout_s is 2 or less. A longer connect_timeout_s
-            lowers it, to 6 if connect_timeout_s is above 9.
+        num_threads: number of threads that read; the same number of other threads write. A thread
+            occupies a processor core while it waits for its bytes. The limit is 32 if
+            connect_timeout_s is 2 or less, and falls to 6 if connect_timeout_s is above 9.
         replicas: number of copies of each value.
-        connect_timeout_s: seconds in which the master must be reached and answer. A call also fails
-            if a provider moves no byte for this time, rounded up to whole seconds, at most 10.
-            Mooncake's package reads these limits once per process, from MC_RPC_TIMEOUT_MS and
-            MC_TCP_PROGRESS_TIMEOUT_SEC in the environment; tierkv sets these variables if they are
-            not set.
+        connect_timeout_s: seconds in which the master must be reached and answer. A read or write
+            also fails if a provider moves no byte for this time, rounded up to whole seconds, at
+            most 10. Mooncake's package reads these limits once per process, from MC_RPC_TIMEOUT_MS
+            and MC_TCP_PROGRESS_TIMEOUT_SEC in the environment; tierkv sets these variables if they
+            are not set.
         protocol: tcp or rdma.
         rdma_devices: the devices for rdma, separated by commas.
     """

@@ -76,7 +76,8 @@ class MooncakeValues:
 
     Thread-safe. The client is connected from the constructor to `close`. When a call returns, the
     copies into or out of its buffers have ended. If a machine that has values stops answering, a
-    batch takes `halt_s` seconds to fail; later batches of the same caller then fail at once.
+    batch fails after some seconds (`MooncakeSettings.halt_s`). Batches that are passed the same
+    `given_up` event fail at once afterwards.
     """
 
     def __init__(

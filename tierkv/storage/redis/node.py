@@ -277,9 +277,10 @@ class Router(Protocol):
 
 
 class RedisNode:
-    """One Redis server. It is a `Router` by itself if there is only one server.
+    """One Redis server of a store.
 
-    Connections are opened when a command is first sent.
+    If the store has only this server, this object is also the store's `Router`, which chooses the
+    server for each command. Connections are opened when a command is first sent.
 
     Args:
         locator: the source of the server's address.
@@ -289,7 +290,7 @@ class RedisNode:
 
     Attributes:
         url: the server's URL without password.
-        pools: the connections for each purpose.
+        pools: the connections for each purpose: reads, writes and short questions.
     """
 
     def __init__(self, locator: Locator, access: RedisAccess, clock: Clock, *, url: str) -> None:

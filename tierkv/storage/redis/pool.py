@@ -257,9 +257,10 @@ class ConnectionPool:
             await idle
 
     def fill(self, wire: Wire) -> None:
-        """Submit queued requests to `wire` until its limits are reached.
+        """Submit queued requests to the connection `wire` until its limits are reached.
 
-        Without this call, the server would be idle until the connection's own task runs.
+        The connection calls this when it has received replies, so that the server gets new requests
+        before the connection's task runs.
         """
         while wire.has_room and (request := self._pop()) is not None:
             wire.submit(request, since=asyncio.get_running_loop().time())

@@ -65,8 +65,8 @@ class ValueLanded:
 
     Attributes:
         num_bytes: size of the value, which is at the start of the buffers.
-        digest: the digest that the caller passed for the value, after it received all bytes; None
-            if none was passed.
+        digest: the caller's digest object, which was given all bytes of the value; None if the
+            caller passed none.
     """
 
     num_bytes: int
