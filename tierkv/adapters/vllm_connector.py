@@ -826,10 +826,9 @@ class _SchedulerSide:
         )
 
     def _offered(self, tracked: _Tracked, num_computed: int, found: Found) -> int | None:
-        """Return how many of the found tokens to load; 0 if they are too few to be worth a load.
+        """Return how many of the found tokens to load, or 0 if they are not worth a load.
 
-        None means that the request's ticket could not be claimed: the lookup must be repeated
-        without the ticket.
+        The result is None if the ticket is lost, and the lookup must be repeated without it.
         """
         request, name = tracked.request, tracked.request.request_id
         if found.problem is not None and tracked.claims is not None:
@@ -853,10 +852,7 @@ class _SchedulerSide:
         return found.num_tokens
 
     def _has_nothing(self, tracked: _Tracked, num_computed: int) -> bool:
-        """Return True without a lookup if it would find too few tokens for a load.
-
-        The request's lookup is then recorded as ended, with nothing found.
-        """
+        """Return True and record an empty lookup if a lookup would surely find too few tokens."""
         request, size = tracked.request, self._groups[self._main].block_size
         num_saved = num_blocks = 0
         if not self.cache.sees_host:
@@ -882,7 +878,6 @@ class _SchedulerSide:
         return True
 
     def _main_names(self, request: Request) -> Sequence[bytes]:
-        """Return vLLM's hashes of the request's full blocks in the first full-attention group."""
         size = self._groups[self._main].block_size
         step = size // (self._kv.hash_block_size or size)
         hashes: Sequence[bytes] = request.block_hashes
@@ -909,10 +904,10 @@ class _SchedulerSide:
         return (num_tokens - 1) // self._align * self._align
 
     def _track(self, request: Request) -> _Tracked | None:
-        """Make and return the record of a new request; None for a request that is not cached.
+        """Make and return the record of a new request, or None if its KV is not cached.
 
-        Requests with prompt embeddings, and resumable ones, are not cached, because their token ids
-        alone do not determine their KV.
+        Prompt embeddings and resumable requests are not cached, because token ids alone do not
+        determine their KV.
         """
         is_plain = request.prompt_embeds is None and not request.resumable
         if not is_plain or not request.prompt_token_ids:
@@ -927,7 +922,10 @@ class _SchedulerSide:
         return tracked
 
     def _prompt(self, tracked: _Tracked, num_tokens: int) -> Prompt | None:
-        """Return the first `num_tokens` tokens; None while the LoRA adapter's files are read."""
+        """Return the prompt of the first `num_tokens` tokens.
+
+        The result is None while the LoRA adapter's files are read.
+        """
         request, prompt = tracked.request, tracked.prompt
         size = self._groups[self._main].block_size
         if prompt is None:
@@ -975,7 +973,6 @@ class _SchedulerSide:
         return prompt_extra(salt=salt, adapter=adapter, epoch=self._epoch)
 
     def load(self, request: Request, block_ids: tuple[list[int], ...], num_tokens: int) -> None:
-        """Plan the load of `num_tokens` found tokens into the device blocks of each cache group."""
         name, tracked = request.request_id, self._tracked[request.request_id]
         stop_tokens = tracked.num_local + num_tokens
         ids, firsts, is_lost = [], [], False
@@ -1074,14 +1071,12 @@ class _SchedulerSide:
         return any(map(self._is_urgent, self._filling.values()))
 
     def _is_urgent(self, tracked: _Tracked) -> bool:
-        """Return True if the request's blocks are saved in every step, not every fourth."""
         return self._has_windows or tracked.publishes is not None
 
     def _begin_saves(self, step: SchedulerOutput) -> None:
-        """Begin a limited number of saves.
+        """Begin a limited number of saves, those of ended requests first.
 
-        Blocks of ended requests are saved first, then blocks of prompts, then blocks of generated
-        tokens.
+        Blocks of prompts come next, and blocks of generated tokens last.
         """
         waiting = len(self._ending) + len(self._filling)
         left = max(_SAVES_AT_ONCE, waiting // _BACKLOG_TURNS)
@@ -1130,10 +1125,10 @@ class _SchedulerSide:
         return tracked.saved[self._main] * size if tracked.saved else 0
 
     def _save_filled(self, tracked: _Tracked, step: SchedulerOutput) -> int | None:
-        """Save a request's full blocks if they are enough for a save.
+        """Save a request's full blocks if there are enough new ones.
 
-        Return the number of its tokens that are computed at the end of this step; None if the step
-        does not run the request.
+        Return how many of its tokens are computed at the end of this step, or None if the step does
+        not run the request.
         """
         request, main = tracked.request, self._groups[self._main]
         name = request.request_id
@@ -1155,11 +1150,6 @@ class _SchedulerSide:
         return stop
 
     def _stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
-        """Return, by cache group, the number of full blocks in the first `num_tokens` tokens.
-
-        For a cache group of recurrent states, the result is the number of blocks that are already
-        saved.
-        """
         stops = [num_tokens // group.block_size for group in self._groups]
         for at in self._states:
             stops[at] = tracked.saved[at] if tracked.saved else 0
@@ -1349,7 +1339,6 @@ class _SchedulerSide:
                 )
 
     def receive_output(self, output: KVConnectorOutput) -> None:
-        """Receive what vLLM's workers report at the end of a step: copies that have ended."""
         report = output.kv_connector_worker_meta
         if report is not None:
             self._reports += report.reports
@@ -1420,10 +1409,11 @@ class _SchedulerSide:
     def finish(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request.
+        """End a request, and return a pair.
 
-        Return True if vLLM must not reuse the request's blocks yet; and the `kv_transfer_params`
-        for the client, or None.
+        The first element is True if vLLM must not reuse the request's blocks yet. The second has
+        the
+        `kv_transfer_params` for the client, or is None.
         """
         name = request.request_id
         tracked = self._tracked.pop(name, None)
@@ -1479,7 +1469,6 @@ class _SchedulerSide:
         return self._findable(num_tokens) if tracked.publishes is not None else tracked.boundary
 
     def _last_stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
-        """Return, by cache group, how many blocks an ended request has for `num_tokens` tokens."""
         if self._states:
             return self._stops(tracked, num_tokens)
         return [-(-num_tokens // group.block_size) for group in self._groups]
@@ -1516,7 +1505,7 @@ class _SchedulerSide:
     # The whole cache
 
     def reset(self) -> None:
-        """Exclude all blocks cached so far from lookups: vLLM may have loaded other weights."""
+        """Exclude all blocks cached so far from lookups, since the weights may have changed."""
         self._epoch = os.urandom(16)
         self.cache.reset()
         self._filling.clear()
@@ -1547,9 +1536,9 @@ def _packed(tokens: list[int]) -> bytes:
 
 
 def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """Return the cache groups; those of recurrent states get a fixed share of host memory.
+    """Give each cache group of recurrent states a fixed share of host memory.
 
-    With this share, the host has room for one state per `_BLOCKS_PER_STATE` blocks of tokens.
+    The host then has room for one state per `_BLOCKS_PER_STATE` blocks of tokens.
     """
     weights = [
         group.layout.block_bytes
@@ -1688,7 +1677,6 @@ class _WorkerSide:
         self._reports: list[Finished] = []
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Register the KV tensors by layer name, and connect to the scheduler's host memory."""
         found = [_planes_of(one, self._kv.num_blocks, tensors) for one in self._kv.kv_cache_groups]
         rank = get_tensor_model_parallel_rank()
         device, planes = _on_device([(group.layout, rows) for group, rows in found])
@@ -1726,7 +1714,6 @@ class _WorkerSide:
         return self._planes
 
     def before_step(self, plans: StepPlans) -> None:
-        """If this step writes device blocks that running saves read, wait for these saves."""
         if plans.must_wait:
             for number, group in itertools.product(
                 self._saves, range(len(self._kv.kv_cache_groups))
@@ -1752,7 +1739,6 @@ class _WorkerSide:
             self.planes.start_saves(plans.saves)
 
     def finished(self) -> KVConnectorTransferResults:
-        """Return the requests with ended saves, and the requests with ended or failed loads."""
         results = KVConnectorTransferResults()
         if not (self._loads or self._saves or self._over or self._lost):
             return results
@@ -1803,7 +1789,6 @@ class _WorkerSide:
 def _on_device(
     groups: Sequence[tuple[Layout, Sequence[torch.Tensor]]],
 ) -> tuple[Device, list[Planes]]:
-    """Return the device of vLLM's KV tensors, and the planes of each cache group."""
     place = groups[0][1][0].device
     if place.type == "cpu":
         return CpuDevice(), [
@@ -1891,7 +1876,6 @@ def _dtype_of_state(spec: KVCacheSpec) -> str:
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """Return how many earlier tokens a layer with a sliding window or chunks may read."""
     if get_kv_cache_spec_kind(spec).value == "chunked_local_attention":
         chunk: int = spec.attention_chunk_size
         return chunk

@@ -378,10 +378,6 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
 
 
 def _estimates(node: Node) -> Iterator[Metric]:
-    """Yield the estimated times to compute and to fetch, and counts of decisions between the two.
-
-    Decisions to load from the host or to wait for other requests are counted too.
-    """
     estimator = node.service.estimator
     num_bytes = _ESTIMATED_TOKENS * estimator.bytes_per_token
     yield gauge(

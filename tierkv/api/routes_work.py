@@ -87,7 +87,6 @@ class _Stream:
         self._changed.set()
 
     async def send(self) -> None:
-        """Send accepted tokens until `end` is called and all tokens are sent."""
         sent = 0
         try:
             while not self._is_over or sent < len(self._tokens):
@@ -121,7 +120,6 @@ class _Stream:
         await self.event("tokens", msgspec.json.encode(body))
 
     async def event(self, event: str, data: bytes) -> web.StreamResponse:
-        """Send one server-sent event. The HTTP headers are sent before the first event."""
         self.response = self.response or await open_stream(self._request)
         await write(self.response, b"event: %b\ndata: %b\n\n" % (event.encode(), data))
         return self.response
@@ -329,7 +327,6 @@ class WorkRoutes(Routes):
         return _Asked(operation, request_id, tenant, content, job, prompt, session_id)
 
     def _keep_turn(self, asked: _Asked, answer: GenerateAnswer | None) -> None:
-        """Set a soft pin on the blocks of prompt and answer, for the next turn of the session."""
         if asked.session_id is None or answer is None:
             return
         prompt = asked.prompt
@@ -343,10 +340,10 @@ class WorkRoutes(Routes):
     async def _answering(
         self, request: web.BaseRequest, asked: _Asked, *, streams: bool
     ) -> AsyncIterator[Answering]:
-        """Yield an `Answering`, in which the `async with` block puts the answer to the HTTP call.
+        """Yield an `Answering`, into which the caller's `async with` block puts the answer.
 
-        If an earlier call with the same request id has the answer, the block gets it and computes
-        nothing. With `streams`, the answer is sent to the client as server-sent events.
+        Its answer is already set if an earlier call with the same request id has produced it. With
+        `streams`, the answer is sent as server-sent events.
         """
         answer = Answering(asked.job)
         key = (asked.operation, asked.tenant, asked.request_id)

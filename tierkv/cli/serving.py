@@ -82,11 +82,7 @@ _SETTINGS = {  # table and key, for options with another name than their setting
 def _settings_in(
     options: Mapping[str, object], *, table: str, insecure: bool
 ) -> Iterator[tuple[str, str, object]]:
-    """Yield the given options of a command as settings: (table, key, value).
-
-    An option becomes the setting of the same name in `table`; `_SETTINGS` lists the exceptions.
-    `insecure` sets `allow_insecure_bind` in `table`.
-    """
+    """Yield each given command-line option as a setting, in the form (table, key, value)."""
     if insecure:
         yield table, "allow_insecure_bind", True
     for name, value in options.items():

@@ -177,11 +177,6 @@ class Play:
         return replace(scene, event=event)
 
     async def _published(self, node: NodeProcess) -> tuple[DecodeBody, int]:
-        """Publish the prompt at `node`.
-
-        Return the request by which a decode node claims the prompt, and the number of tokens in the
-        prompt's tail.
-        """
         ticket_id = f"demo-{uuid4().hex[:12]}"
         self._say("prefill node: reading the prompt, publishing its blocks and a ticket ...")
         prefilled = await node.client.prefill(PrefillBody(ticket_id=ticket_id, **self._prompt))

@@ -931,11 +931,7 @@ class EngineCache:
     def _given(
         self, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
     ) -> list[tuple[int, Sequence[int], array[int]]]:
-        """Return (cache group, block numbers in the prompt, device block ids) per group with ids.
-
-        `block_ids` has the device block ids of each group, the first for block
-        `first_blocks[group]` of the prompt; negative ids are left out.
-        """
+        """Return (cache group, positions, device blocks) for each group, without NO_BLOCK ids."""
         if len(block_ids) != len(self.groups) or len(first_blocks) not in (0, len(block_ids)):
             raise BadRequestError(
                 "block_ids and first_blocks must have one entry for each of "
@@ -1160,7 +1156,6 @@ class EngineCache:
         parts: list[_Part],
         promise: HostPromise | None = None,
     ) -> Plan:
-        """Make the plan of a load or a save, and expect a report of its end from every rank."""
         blocks = b"".join([part.blocks for part in parts])
         slots = b"".join([part.slots for part in parts])
         counts: tuple[int, ...] = ()
@@ -1182,7 +1177,6 @@ class EngineCache:
             raise DeviceFailedError(failure)
 
     def _fail_lost(self, lost: dict[int, str]) -> None:
-        """End the running plans of lost ranks as failed; `lost` has the reason by rank."""
         for step in list(self._steps.values()):
             for rank in step.missing & lost.keys():
                 self._report(Finished(step.plan.number, rank, lost[rank]))

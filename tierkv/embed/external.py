@@ -154,7 +154,6 @@ _TYPES: dict[str, Any] = {one.__name__: one for one in (Copied, HeldRun, Kept)}
 
 
 def _packed(value: Any, numbers: dict[object, int]) -> Any:  # noqa: ANN401, PLR0911 - any of them
-    """Return `value` in msgpack's types; a HostPromise becomes its number in `numbers`."""
     if isinstance(value, HostPromise):
         return {"number": numbers[value]}
     if isinstance(value, (array, range)):
@@ -521,10 +520,6 @@ class EngineListener:
                 come = await self._hello()
 
     async def _hello(self) -> tuple[socket.socket, EngineHello] | None:
-        """Return the next connection and its hello, the engine's first record.
-
-        The result is None if no connection could be accepted, or the node refused the hello.
-        """
         try:
             end, _ = await asyncio.get_running_loop().sock_accept(self._listener)
         except OSError as error:  # such as too many open files
@@ -688,7 +683,6 @@ class _Engine:
         self._last_number = 0
 
     async def answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer calls until the engine closes the connection, or sends an invalid frame."""
         async with task_group() as group:
             try:
                 while True:

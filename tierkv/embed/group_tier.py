@@ -291,10 +291,7 @@ class GroupTier:
                 lookup.stored[at] = (key, key.num_tokens)
 
     async def _asks_for_tail(self, lookup: GroupLookup, at: int) -> bool:
-        """Look in storage for a partial block that has more tokens of block `at` than the host has.
-
-        Return True if there is one.
-        """
+        """Return True if storage has more tokens of the partial block `at` than the host."""
         if (
             not self.group.has_prefixes
             or self.storage is None

@@ -532,10 +532,6 @@ class HostSide:
     async def _ticket(
         self, ticket_id: str, prompt: Prompt, budget: Budget, deadline_s: float
     ) -> tuple[Ticket, Sequence[StoredKey]]:
-        """Wait for the ticket of `prompt`; return it with the keys of the prompt's blocks.
-
-        HandoffError is raised if there is no such ticket within `deadline_s` seconds or the budget.
-        """
         handoff = self._service.require_handoff()
         try:
             return await wait_for_ticket(
@@ -865,10 +861,6 @@ class HostSide:
             fetched.release()
 
     def _on_host(self, prompt: Prompt, bound: int) -> _OnHost:
-        """Return how many leading tokens of a prompt are on the host, and their index position.
-
-        Only the first `bound` tokens are examined.
-        """
         if self._main is None:
             return _OnHost(bound, None, 0)
         index, size, group = self._service.index, prompt.block_size, self._groups[self._main]
@@ -1099,7 +1091,7 @@ class HostSide:
         positions: Iterable[int],
         names: Sequence[ExternalId | None],
     ) -> None:
-        """Record the engine's names of blocks, which later events about these blocks carry."""
+        """Record the engine's names of blocks, because later events carry these names."""
         if not names:
             return
         if group == self._main:

@@ -675,7 +675,7 @@ def _can_do_alone(
     num_tokens: int,
     cached_by_url: CachedTokens,
 ) -> BackendNode | None:
-    """Return a node that should do both prefill and decode of this prompt; None for a hand-off."""
+    """Return a node that should do both prefill and decode, or None for a hand-off."""
     if num_tokens > _FEW_TOKENS:
         knowing = [
             node for node in decoding if num_tokens - cached_by_url.get(node.url, 0) <= _FEW_TOKENS

@@ -71,7 +71,6 @@ class _Call:
 
     @property
     def is_prompt(self) -> bool:
-        """True if the chunk is part of a prompt; a chunk of one token counts as generated."""
         return len(self.chunk) > 1
 
 
@@ -151,9 +150,9 @@ class TransformersEngine(SessionEngine):
         return call.outcome.result()
 
     async def _wait_for_loads(self, run: ModelRun) -> None:
-        """If other requests can compute meanwhile, wait until the cached tokens are on the device.
+        """Wait until the request's cached tokens are on the device, if other requests run.
 
-        Otherwise return at once, because the model itself waits for the load of each layer.
+        Otherwise return at once, because the model can compute its first layers while others load.
         """
         gate = run.session.request.gate
         if gate.is_open(gate.num_layers - 1):

@@ -281,8 +281,7 @@ def decode(raw: bytes | bytearray, kind: type[T], *, content_type: str) -> T:
 def _refuse_twins(raw: bytes | bytearray, fields: Mapping[str, msgspec.Raw]) -> None:
     """Raise a BodyError if an object in the JSON text `raw` has the same key twice.
 
-    Decoders differ in which of the two values they use. A proxy that checks the body could
-    therefore see another value than the node.
+    Decoders differ in which value they use, and a proxy could check another value than the node.
     """
     if raw.count(b":") == len(fields):  # one colon per key: no key twice, no inner object
         return

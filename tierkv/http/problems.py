@@ -206,7 +206,6 @@ def problem_of(
 
 
 def _row(error: Exception) -> tuple[int, str, str]:
-    """Return the HTTP status, the stable code and the title of `error`; `INTERNAL` for a bug."""
     if isinstance(error, web.HTTPException):
         return error.status, HTTP_CODES.get(error.status, f"http_{error.status}"), error.reason
     if isinstance(error, AnswerError):
@@ -271,7 +270,6 @@ def _allowed(error: web.HTTPMethodNotAllowed) -> str:
 
 
 def _challenge(error: Exception, found: Problem) -> str | None:
-    """Return the error part of the WWW-Authenticate header (RFC 6750); None for no header."""
     if found.status == HTTPStatus.UNAUTHORIZED:
         is_new = isinstance(error, UnauthenticatedError) and not error.was_given
         return "" if is_new else ', error="invalid_token"'

@@ -173,10 +173,11 @@ class HttpRouter:
         return response
 
     def _admit(self, request: web.BaseRequest, place: _Path | None) -> Route:
-        """Return the route for the request, after checking that the caller may use the route.
+        """Return the route for the request after checking the caller's access.
 
-        Only callers with READ access learn that a path is unknown; other callers cannot find out
-        which routes exist.
+        Only callers with READ access learn that a path is unknown. Other callers cannot find out
+        which
+        routes exist.
         """
         if request.version not in _SPOKEN:
             raise web.HTTPVersionNotSupported

@@ -411,7 +411,6 @@ class _Http(web.RequestHandler):
         super().data_received(data)
 
     def head_has_come(self, body: StreamReader) -> None:
-        """Record that the request's headers are complete, which ends their time limit."""
         self._body, self._is_answered = body, False
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -451,7 +450,6 @@ class _Http(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002 - aiohttp's words, which may quote the client
     ) -> web.StreamResponse:
-        """Return the answer to bytes that aiohttp could not read, or to an error of the handler."""
         if isinstance(exc, ConnectionError):
             raise exc  # the client disconnected while its answer was written
         request_id = uuid4().hex

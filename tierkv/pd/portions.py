@@ -178,10 +178,6 @@ class Portions:
         group: Group,
         found: Sequence[GetOutcome],
     ) -> GetOutcome | None:
-        """Load a portion's fetched blocks to the device, up to the first block that is missing.
-
-        Return the outcome of the missing block; None if no block is missing.
-        """
         num_hits = next(
             (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)
         )

@@ -332,7 +332,6 @@ class Offers:
         return None
 
     async def _read(self, reads: Sequence[_Read], outcomes: list[GetOutcome]) -> None:
-        """Read blocks into their slots and check them; record a hit for each intact block."""
         for peer in dict.fromkeys(read.offer.peer for read in reads):
             some = [read for read in reads if read.offer.peer is peer]
             try:
