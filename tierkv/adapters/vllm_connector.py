@@ -892,7 +892,7 @@ class _SchedulerSide:
         return self._finds and not has_tried and not is_excluded
 
     def _findable(self, num_tokens: int) -> int:
-        """Return how many of `num_tokens` leading tokens a lookup may find.
+        """Return the largest number of leading tokens that a lookup can find of `num_tokens`.
 
         With recurrent states, the result is less than `num_tokens`, and a multiple of the smallest
         distance between two states, in tokens.
@@ -1696,7 +1696,11 @@ class _WorkerSide:
         return self._handshake
 
     def _backends(self) -> str:
-        """Return the names that decide the order of bytes in a block: `RankHandshake.backends`."""
+        """Return the names that decide the order of bytes in a block.
+
+        These are the names of vLLM's platform and attention backends, and of a CPU's instruction
+        sets.
+        """
         layers = self._config.compilation_config.static_forward_context
         found = set()
         for group in self._kv.kv_cache_groups:

@@ -225,7 +225,10 @@ class StatusRoutes(Routes):
 
     @Route("GET", "/healthz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
     async def healthy(self, request: web.BaseRequest) -> ReadyAnswer:
-        """Answer in the same way as GET /readyz."""
+        """Answer 200 (ok or degraded) while the node accepts requests, else 503.
+
+        GET /readyz gives the same answer.
+        """
         return await self.ready(request)
 
     @Route("GET", "/version", Access.PUBLIC, answer=VersionAnswer)

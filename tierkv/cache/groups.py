@@ -290,7 +290,7 @@ class FlatBlocks:
 
     @property
     def num_holds(self) -> int:
-        """Number of holds: the sum of `holders` of all blocks."""
+        """Number of `hold` calls, over all blocks, that `release` has not ended yet."""
         return sum(block.holders for block in (*self._blocks.values(), *self._retired))
 
     def get(self, digest: bytes) -> FlatBlock | None:

@@ -1043,7 +1043,10 @@ class Index:
         return node
 
     def unpin_softly(self, node: TreeNode) -> None:
-        """Undo one `pin_softly`, also if the blocks have been evicted since."""
+        """Remove one soft pin from the node that `pin_softly` has returned.
+
+        The blocks of the node can have been evicted in the meantime.
+        """
         self._pin(node, -1)
 
     def _pin(self, node: TreeNode, step: int) -> None:

@@ -258,9 +258,12 @@ def attention_layout(
 def layered(block_size: int, roles: Sequence[tuple[str, str, int]], num_layers: int) -> Layout:
     """Return a layout in which all layers have the same planes.
 
-    Examples of `roles`: `[("latent", "bfloat16", 1152)]` for MLA; with `("indexer", "uint8", 132)`
-    after it for sparse attention with an indexer; with a plane `("scale", "float32", ...)` for
-    block-wise fp8.
+    Examples of `roles`:
+
+        MLA                       [("latent", "bfloat16", 1152)]
+        sparse attention          [("latent", "bfloat16", 1152), ("indexer", "uint8", 132)]
+
+    Block-wise fp8 needs one more plane for the scales, of role "scale" and dtype "float32".
 
     Args:
         block_size: number of tokens of a block.

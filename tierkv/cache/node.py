@@ -686,7 +686,8 @@ class TreeNode:
         packed: memory with packed tokens; those of this node are at bytes [packed_at, packed_at +
             token_bytes). Nodes of one path share this memory, and it may still contain tokens of
             removed nodes.
-        key: key of the node in `children` of its parent (see `adopt`).
+        key: key of this node in the dict `children` of its parent: the node's first token, or the
+            tokens of its first block if another child begins with the same token.
         extras: extra keys (identity of media) by block index; None if no media overlap the blocks.
         is_tail: True if the node is one partial block (a tail) without children.
         holders: number of leases whose path ends at this node, plus number of children with
@@ -701,7 +702,7 @@ class TreeNode:
             block on that tier.
         device, host: slots and states of the blocks on that tier; `host` is None while no block has
             a host slot.
-        order: sorted keys of those children whose key is a whole first block (see `adopt`).
+        order: those keys in `children` that consist of the tokens of a block, sorted.
     """
 
     __slots__ = (

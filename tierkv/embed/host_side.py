@@ -1252,7 +1252,7 @@ class HostSide:
         """Protect from eviction all host blocks that `prompt` needs, in every cache group.
 
         Args:
-            promise: records the protected blocks; `publish` ends their protection.
+            promise: holds the protected blocks until the publish ends.
             prompt: the prompt that is published.
 
         Raises:

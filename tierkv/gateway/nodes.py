@@ -203,10 +203,11 @@ class Nodes:
             )
 
     def compare(self, node: BackendNode, fingerprint: dict[str, str] | None, model: str) -> None:
-        """Record the fingerprint of `node`, and update `differs_in` of all nodes.
+        """Record the fingerprint of `node`, and find out which nodes differ from the majority.
 
-        Each fingerprint is compared with the most frequent one. If several are equally frequent,
-        the fingerprint of the first such node in `all` is used.
+        Each node's fingerprint is compared with the most frequent one, and `differs_in` of the node
+        is set to the differences. If several fingerprints are equally frequent, the one of the
+        first node in the gateway's list counts.
 
         Args:
             node: The node.

@@ -746,10 +746,10 @@ class Tickets:
                 )
 
     async def begin(self, ticket: OpenTicket) -> None:
-        """Write an open ticket as soon as the liveness lease is written.
+        """Write an open ticket, once the store has this node's liveness lease.
 
-        Call this inside `lease.held`. The records of an earlier hand-off with the same id are
-        replaced.
+        Call this inside the context manager `lease.held()`. If an earlier hand-off had the same
+        ticket id, its ended records are replaced.
 
         Raises:
             DuplicateRequestError: the id is in use for another prompt.

@@ -278,28 +278,28 @@ class Copies:
     """Copies blocks from device to host and from host to storage.
 
     Each copy is a task. Its slots are not reused before it has ended: a lease protects the blocks
-    from eviction, or the slots are listed as in use.
+    from eviction, or the slots are listed as in use. The write rule of a tier says whether its
+    blocks are copied to the tier below early, or only when they are evicted.
 
     Args:
-        eviction: frees slots for the copies, and calls `copy_down` for blocks that an eviction must
-            not lose.
+        eviction: frees slots for the copies. An eviction that must not lose a block has the block
+            copied first, by `copy_down`.
         slots: slots of device and host.
         work: owns the tasks.
         events: publishes new copies.
         mover: copies between device and host.
         storage: the storage tier; None for none.
         block_bytes: bytes of a block.
-        background_copy_bytes: upper limit of bytes in flight of copies made by the write rules, to
-            the host and to storage each.
+        background_copy_bytes: largest number of bytes that early copies to the host may have under
+            way; the same for early copies to storage.
 
     Attributes:
-        background: limit on bytes in flight to the host by the write rules; loads to the device
-            have precedence.
-        storing: limit on bytes in flight to storage by the write rules, at most a quarter of the
-            host tier.
-        num_loads: number of loads to the device in flight. While there are any, copies to lower
-            tiers run one at a time.
-        num_offloads: number of copies to the host in flight.
+        background: limit on the bytes of early copies to the host; loads to the device have
+            precedence.
+        storing: limit on the bytes of early copies to storage, at most a quarter of the host tier.
+        num_loads: number of running loads to the device. While there are any, copies to lower tiers
+            run one at a time.
+        num_offloads: number of running copies to the host.
         storage: the storage tier; None while none is attached.
     """
 

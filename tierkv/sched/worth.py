@@ -200,8 +200,9 @@ class PrefillSpeed:
         is_reported: True once the engine has reported a time itself.
         num_samples: number of samples so far.
         max_tokens: number of tokens of the largest sample in use.
-        sample: range of token counts. A measured prefill with such a count is the one that
-            `sample_tokens` asked for. Empty if none is awaited.
+        sample: range of token counts in which the next sample is expected, because a request
+            computes stored tokens only to measure the speed (see `sample_tokens`). Empty if no such
+            request runs.
     """
 
     def __init__(self) -> None:

@@ -494,7 +494,10 @@ _UNREACHABLE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno
 
 
 def why_unreachable(error: BaseException) -> str:
-    """Return the reason for `error` and a remedy, as the end of "URL cannot be reached ...".
+    """Return a phrase with the reason of a connection error and a remedy.
+
+    The phrase follows the words "URL cannot be reached", for example "(permission denied): let user
+    1000 connect to it".
 
     Args:
         error: an OSError, or an error that was raised from one.

@@ -159,7 +159,11 @@ class Codec(ABC):
     """The translation of blocks to stored values and back. Thread-safe.
 
     A value is a header (the identity of its block, and a checksum, signature or cipher tag)
-    followed by the stored payload. Each subclass implements one protection.
+    followed by the stored payload. Subclasses differ in how they protect values against changes.
+
+    Attributes:
+        flags: number of the protection in the header: 0 for a checksum, FLAG_SIGNED or FLAG_SEALED.
+        header_bytes: number of bytes of the header.
     """
 
     flags: ClassVar[int]

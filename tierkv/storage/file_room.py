@@ -65,7 +65,14 @@ def _path_of(name: str) -> tuple[str, ...]:
 
 
 def name_of(path: tuple[str, ...]) -> str | None:
-    """Return the name for which `relative_path` returns `path`; None if there is none."""
+    """Return the name of the value whose file has the path `path` in the store.
+
+    Args:
+        path: folders and file name, relative to the store's directory.
+
+    Returns:
+        The name; None if no value can have this path.
+    """
     if len(path) != 4:  # noqa: PLR2004 - group, two levels of fan-out, leaf
         return None
     group = "" if path[0] == _NO_GROUP else path[0] + ":"

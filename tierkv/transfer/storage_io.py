@@ -995,10 +995,11 @@ class Values:
 
         Args:
             keys: keys of the blocks.
-            slot_ids: int32 [len(keys)], the slots.
-            sizes: for each block, the number of ranks of the node that has stored it.
-            reads: the reads, with outcomes. The call changes the outcome of a damaged value to
-                DAMAGED.
+            slot_ids: int32 [len(keys)], the host slots of the blocks.
+            sizes: for each block, the number of tensor-parallel ranks of the node that stored the
+                block, and so of the slices into which the block is divided.
+            reads: the finished reads of all slices. The outcome of a read is changed to DAMAGED if
+                its value is damaged.
 
         Returns:
             One outcome per block. HIT: the slot has the whole block.
