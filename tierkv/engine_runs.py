@@ -241,11 +241,12 @@ def logprobs_of(logits: npt.NDArray[np.float32], token: int, num_top: int) -> To
     Args:
         logits: float32 [vocab_size], finite or -inf.
         token: the chosen token.
-        num_top: number of most likely tokens. Among equally likely tokens, the lower id comes
-            first.
+        num_top: number of most likely tokens to return.
 
     Returns:
-        Natural logarithms, the most likely token first.
+        Natural logarithms. `chosen` belongs to `token`. `top` has the most likely tokens in
+            descending order, without tokens of probability 0; among equally likely tokens, the
+            lower id comes first.
     """
     wide = logits.astype(np.float64)
     wide -= wide.max()

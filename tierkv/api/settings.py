@@ -158,7 +158,7 @@ _QUERY = re.compile(r"(?<=[?&])([^=&#]+)=[^&#]*")
 
 
 def masked(settings: msgspec.Struct) -> dict[str, dict[str, Any]]:
-    """Return all settings by table, in which passwords and other secrets are masked."""
+    """Return all settings as a dict of config tables, with passwords and other secrets masked."""
     plain: dict[str, dict[str, Any]] = msgspec.to_builtins(settings)
     return {table: _masked(fields) for table, fields in plain.items()}
 

@@ -615,12 +615,17 @@ class Match(msgspec.Struct):
 
 
 def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
-    """Return the longest cached prefix of a prompt.
+    """Return the longest prefix of a prompt that is cached on device and host.
 
     Args:
-        root: root of the prompt's space.
+        root: root of the fingerprint's tree, from which the search starts.
         prompt: the prompt.
-        max_tokens: largest number of tokens to match.
+        max_tokens: number of tokens of the prompt that may match; the tokens after these are
+            ignored.
+
+    Returns:
+        The matching full blocks, and the cached block that shares the most tokens after them. No
+            block is protected from eviction.
     """
     size = prompt.block_size
     node, pos = descend(root, 0, prompt, max_tokens // size)

@@ -58,9 +58,10 @@ class LaneSettings:
     Attributes:
         staging_bytes: bytes of the lane's staging memory on the device; fewer if there are few
             blocks.
-        turn_bytes: bytes that are submitted to one of two copy streams before the other one is
-            used, so that other streams can use the copy engine in between. Without these turns, 8
-            bytes on another stream waited 34 ms for an offload of 2 GiB; with them 0.7 ms (H200).
+        turn_bytes: bytes after which the lane continues a copy on its second copy stream, and then
+            again on the first one. Streams of other work can use the GPU's copy engine at each
+            change. Without changes, 8 bytes on another stream waited 34 ms for an offload of 2 GiB;
+            with them 0.7 ms (H200).
         num_ctas: number of thread blocks of a gather or scatter kernel; 32 move 128 MiB in 136 us,
             132 in 120 us (H100).
         units: sizes of the units into which a copy is divided.

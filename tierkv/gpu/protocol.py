@@ -242,10 +242,10 @@ class Device(Protocol):
 
     @property
     def status(self) -> str:
-        """One line of text about the device, with its name.
+        """The device's name or failure, for logs and status pages, as one line of text.
 
-        The line also has the device's failure, or the setup that is not finished yet, if there is
-        any.
+        A device that is still pinning the host slots, or cannot pin all of them, reports this in
+        the line.
         """
 
     def computing(self) -> AbstractContextManager[None]:

@@ -87,8 +87,8 @@ class Regret:
         """Raise the balance for a new request that needs `compute_s` seconds to compute.
 
         The balance is the number of seconds that requests may still lose by waiting for each other.
-        A new request adds SHARE times `compute_s`. A request that takes longer than all requests
-        before also adds MAX_WASTED times the difference.
+        It rises by 2 % of `compute_s`. If no request before took as long, the balance also rises by
+        twice the difference to the longest one.
         """
         if 0 < compute_s < float("inf"):
             self.usual_s = max(compute_s, self.usual_s * _FADING)

@@ -112,10 +112,10 @@ class Memory:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Let the `with` block free or replace the planes; the memory stays open until its end.
+        """Let the `with` block free or replace the planes; a shutdown waits until the block ends.
 
         Raises:
-            ShuttingDownError: the memory is being closed, too late for a change.
+            ShuttingDownError: the node has shut down, or is shutting down.
         """
         if not self._is_open:
             raise ShuttingDownError("this node has shut down")

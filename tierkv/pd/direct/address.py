@@ -1,9 +1,10 @@
 """The protocol by which a decode node asks for blocks in a prefill node's memory.
 
-The decode node (claimer) asks the prefill node (producer) where the blocks of a ticket lie in its
-memory. The ticket contains the producer's address, the name of its offer (here: all blocks of one
-ticket), and a secret that authenticates the messages. The protocol runs over TCP, or over Unix
-sockets, for which the kernel names the user at the other end.
+The decode node (claimer) asks the prefill node (producer) at which addresses in the producer's
+memory the blocks of a ticket are. The ticket contains the address of the producer's server, the
+name by which the server finds the ticket's blocks, and a secret that authenticates the messages.
+The messages are sent over TCP, or over a Unix socket, where the kernel tells the producer the
+claimer's user id.
 """
 
 from __future__ import annotations
