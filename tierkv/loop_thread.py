@@ -259,7 +259,10 @@ class LoopThread:
         self._on_fork()
 
     def exiting(self) -> None:
-        """Close at the interpreter's exit, while the thread pools that closing needs still run."""
+        """Close this thread at the exit of the interpreter, and log a warning if it does not end.
+
+        Python calls this before it shuts down the thread pools that closing needs.
+        """
         if not self.close():
             log.warning(
                 "this %s is still open at the exit of the process: close it before", self._what

@@ -270,11 +270,11 @@ _MIN_SHARE = 1 / 300  # share of all blocks; smaller runs are too narrow to be d
 
 
 async def prefixes(index: Index) -> tuple[list[Prefix], int]:
-    """Return the runs of the tree of cached blocks that are large enough to be drawn.
+    """Return the runs of the index that have enough blocks to be visible in a picture of it.
 
-    At most 50,000 runs are read. A run is left out if, with all runs below it, it has less than
-    1/300 of all blocks, or if 12 or more runs are above it. The event loop runs other tasks in
-    between, so the result may be partly from before a change and partly from after it.
+    At most 50,000 runs are read. A run is left out if the run and all runs below it have together
+    less than 1/300 of the blocks that were read, or if 12 or more runs are above it. Requests may
+    change the index between two parts of the work, so the result may mix older and newer counts.
 
     Args:
         index: the index of all blocks.

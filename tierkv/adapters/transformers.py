@@ -1,14 +1,14 @@
 """A cache for Hugging Face transformers that keeps prefixes beyond a call of `generate`.
 
 `TierKVCache` is passed as `past_key_values`. The cache owns device memory for one sequence, with
-contiguous blocks, so that attention reads loaded blocks in place. The calls of one `generate`:
+contiguous blocks, so that attention reads loaded blocks in place. One call of `generate` calls
+these methods:
 
-    generate -> begin               finds the prefix on device, host and in storage; loads start
-                                    while `generate` prepares itself
-             -> forward: prepare    the model is given only the tokens that are not cached
-                layer.update        waits for this layer's load, appends, returns a view
-                settle              after a failed load: runs the model on the lost tokens
-             -> end                 new blocks are copied to the host and stored in the background
+    generate -> begin               finds the prefix on device, host and in storage; starts loads
+             -> forward: prepare    removes the cached tokens from the model's input
+                layer.update        waits for the layer's load; adds the new keys and values
+                settle              after a failed load: has the model compute the lost tokens
+             -> end                 starts to copy new blocks to the host and to storage
 """
 
 from __future__ import annotations

@@ -54,8 +54,9 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
             file; "" for the small model that is built in.
         device: the device that computes and has the device tier: "cpu", "cuda", or "cuda:1" for the
             second GPU.
-        close_limit_s: seconds that closing may take after the drain. Then the process ends with
-            exit status 1, even if a store or a device that hangs still uses the node's memory.
+        close_limit_s: seconds that the node may take to close after its running requests have
+            ended. Then the process ends with exit status 1, even if a store or a device that hangs
+            still uses the node's memory.
         session_ttl_s: seconds for which the blocks of a session's last turn are evicted only after
             all other blocks; 0 to evict them like all other blocks.
         unix_socket: path of a Unix socket to listen on besides TCP; "" for none.

@@ -765,7 +765,7 @@ class TicketAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a hand-off ticket, by which a decode node claims a published prompt.
 
     Attributes:
-        detail: The reason of the state in words; "" if there is none.
+        detail: A sentence about the cause of the state; "" if there is none.
         num_tokens, num_blocks: Number of tokens and of blocks of the prompt; null if not known.
         present_blocks: Number of the prompt's leading blocks that are in storage; null unless the
             state is "whole" or "incomplete".

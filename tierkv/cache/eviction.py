@@ -52,9 +52,10 @@ class WriteRule:
             raise ConfigError(f"after_hits must be at least 1, not {self.after_hits}")
 
     def writes_now(self, hits: int) -> bool:
-        """Return True if a block with `hits` matches is copied to the tier below early.
+        """Return True if a block is copied to the tier below now, before it is evicted.
 
-        Early means before the block is evicted.
+        Args:
+            hits: number of requests that have matched the block.
         """
         if self.policy is WritePolicy.SELECTIVE:
             return hits >= self.after_hits
@@ -372,7 +373,8 @@ class EvictionPolicy:
     def queued(self, node: TreeNode) -> list[TreeNode]:  # noqa: ARG002
         """Record that `node` can be evicted now.
 
-        Return the other nodes whose place in the order of eviction has changed thereby.
+        Returns:
+            The other nodes that the policy now evicts earlier or later than before.
         """
         return []
 

@@ -33,8 +33,10 @@ class GroupKind(Enum):
     FULL needs all blocks of the prompt so far, WINDOW those of the last tokens, and STATE the
     recurrent state after the last token.
 
-    The value of a member is part of the keys of an engine's blocks, unless the engine's only group
-    is FULL. A new member needs code wherever `GroupKind` is used.
+    Attributes:
+        value: text in the description of the cache group, which is part of an engine's fingerprint
+            unless its only cache group is FULL. If the text is changed, such engines no longer find
+            the blocks that they have stored.
     """
 
     FULL = "full attention"
@@ -43,7 +45,7 @@ class GroupKind(Enum):
 
 
 class TokensAt(Protocol):
-    """A sequence with one number for each block of a prompt: how many leading tokens are cached."""
+    """The number of cached leading tokens of each block of a prompt, by the block's position."""
 
     def __len__(self) -> int: ...
 

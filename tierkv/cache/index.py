@@ -322,7 +322,7 @@ class Tree:
             own[1].num_unheld += host
 
     def offer(self, node: TreeNode) -> None:
-        """Queue `node` for eviction from each tier for which it is a candidate."""
+        """Queue `node` for eviction on each tier on which its last block can be evicted now."""
         device, host = self._order
         device.offer(node)
         if node.host is not None:

@@ -114,13 +114,14 @@ class BlockPool:
         self.num_free = stop
 
     def exchange(self, given: Sequence[Ids], count: int) -> Ids:
-        """Return `count` allocated ids: those in `given`, and newly allocated ones for the rest.
+        """Exchange allocated ids for `count` allocated ids, among them the given ones if possible.
 
-        The caller must own the ids in `given`, and owns those in the result afterwards.
+        The caller owns the ids in `given` before the call, and only the returned ids after the
+        call.
 
         Args:
-            given: int32 arrays of allocated ids, each id once. If these are more than `count`, all
-                are released, and `count` others may be returned.
+            given: int32 arrays of allocated ids, each id once. If there are more than `count`, all
+                of these ids are released, and the returned ids may be different ones.
             count: number of ids to return.
 
         Returns:

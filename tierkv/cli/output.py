@@ -22,7 +22,7 @@ def print_json(answer: object) -> None:
 
 @contextmanager
 def progress(doing: str) -> Iterator[None]:
-    """Inside the `with` block, show its name and its running time in seconds on stderr.
+    """Show on stderr the name of the work in the `with` block, and its seconds so far.
 
     The line appears after one second, and only on a terminal. The block must print nothing to
     stdout.

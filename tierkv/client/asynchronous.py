@@ -286,7 +286,12 @@ class AsyncClient:
         return await self._node.ask("POST", "/v1/resume", LifeAnswer)
 
     async def sleep(self, body: SleepBody | None = None) -> LifeAnswer:
-        """Free the device's memory until `wake`; new requests wait until then."""
+        """Free the node's device memory until `wake` is called; requests wait until then.
+
+        Args:
+            body: Whether to keep blocks, and how long to wait for running requests; None for the
+                defaults.
+        """
         return await self._node.ask("POST", "/v1/sleep", LifeAnswer, body=body)
 
     async def wake(self, body: WakeBody | None = None) -> LifeAnswer:

@@ -54,10 +54,6 @@ class RemoteError(TierKVError):
     Attributes:
         problem: The body of the node's answer.
         retry_after_s: Seconds after which the node asks to retry; None if it does not.
-
-    Args:
-        problem: The body of the node's answer.
-        retry_after_s: Seconds after which the node asks to retry; None if it does not.
     """
 
     def __init__(self, problem: Problem, *, retry_after_s: float | None = None) -> None:

@@ -1057,9 +1057,9 @@ class EngineCache:
     # Calls about no single request
 
     def hold_calls(self) -> None:
-        """Collect later calls, until `flush` sends all of them to the service's thread at once.
+        """Keep later calls back, until `flush` sends all of them to the service's thread at once.
 
-        Waking the thread once in a step costs the engine less than waking it for each call.
+        One wake-up of that thread in each step of the engine costs less than one for each call.
         """
         self._host.calls.holds = True
 

@@ -176,16 +176,16 @@ Work = Callable[..., Any]
 
 
 class Exchange:
-    """The open calls of an engine: calls without an answer, and finished calls not yet collected.
+    """An engine's open calls: unanswered ones, and answered ones that `poll` has not returned.
 
     Attributes:
         failure: error with which new calls are refused; None while calls are accepted.
-        holds: True to collect new calls until `flush` sends them together. The service's thread is
-            then woken once in a step of the engine, instead of once for each call (30 us each).
-            Methods that wait for a call send the collected calls first.
+        holds: True to keep new calls back until `flush` sends them together. The service's thread
+            is then woken once in a step of the engine, instead of once for each call (30 us each).
+            Methods that wait for a call send all calls that are kept back.
 
     Args:
-        max_calls: number of open calls beyond which new calls are refused.
+        max_calls: largest number of open calls; further calls are refused.
         wake: makes the service's thread call `pop_work`; must not block.
     """
 

@@ -342,21 +342,17 @@ class NodeHost:
         return self.calls.submit(name, "", frame)
 
     def take_events(self) -> list[CacheEvent]:
-        """Raise BadRequestError: only the node can report events of the blocks that engines share.
-
-        Raises:
-            BadRequestError: always.
-        """
+        """Raise BadRequestError, because only the node reports the cache events of its engines."""
         raise BadRequestError(
             "this cache has no events, since they belong to the node: set "
             "events.endpoint of the node, and subscribe there"
         )
 
     def close(self) -> None:
-        """Wait up to 5 s for running calls, and disconnect.
+        """Wait up to 5 s for running calls, and disconnect from the node.
 
-        The node then releases this engine's blocks. Call this only after the ranks in this process
-        have stopped copying.
+        The node then releases the blocks of this process's engine. Before the call, the engine's
+        ranks must have stopped copying.
         """
         if self._thread is None:
             return

@@ -79,8 +79,8 @@ def num_leading(names: Sequence[ExternalId], is_there: Callable[[ExternalId], bo
     """Return the number of a prompt's leading blocks that are present, by binary search.
 
     Args:
-        names: the engine's ids of the prompt's blocks, in the order of the prompt. No absent block
-            can be followed by a present one.
+        names: the engine's ids of the prompt's blocks, in the order of the prompt. All blocks after
+            an absent block must be absent, too.
         is_there: returns True if the block with this id is present.
     """
     return bisect_left(range(len(names)), 1, key=lambda at: not is_there(names[at]))

@@ -1015,13 +1015,16 @@ class HostSide:
         return found
 
     async def keep(self, saves: Sequence[tuple[Prompt, Sequence[Copied]]]) -> Kept:
-        """Add blocks that the engine has copied to the host; lookups then find them.
+        """Add blocks that the engine has copied to the host, so that lookups find them.
 
         A block is refused if the prompt's block before it has been evicted from the index, or if
-        the cache was emptied after its slot was reserved.
+        the cache was emptied after the block's slot was reserved.
 
         Args:
             saves: each prompt with its copied blocks.
+
+        Returns:
+            The number of added blocks of each prompt, and the host slots that were not needed.
         """
         num_blocks = [0] * len(saves)
         unused: list[list[int]] = [[] for _ in self._groups]
@@ -1371,10 +1374,7 @@ class SavedPrompt:
 
     @property
     def lease(self) -> Lease | None:
-        """The lease that protects the prompt's blocks in the index.
-
-        None if no block is protected.
-        """
+        """The lease on the prompt's blocks in the index; None if no block is protected."""
         return self._promise.lease
 
     def grow(self) -> int:

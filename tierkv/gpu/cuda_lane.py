@@ -340,12 +340,12 @@ class _Job:
 
 
 class CudaLane:
-    """A lane of a GPU; the protocol `Lane` describes the methods.
+    """A lane of a GPU: copies blocks between device and host in one direction.
 
-    A thread of the lane submits the copies. If none is queued, the caller's thread submits the
-    first units of a copy, since the lane's thread would begin 250 to 370 us later (H100). If
-    submitting a copy fails after some of its units, its events fail only when these units have
-    ended.
+    A thread of the lane submits the copies to the GPU. If no copy is queued, the thread that calls
+    `submit` submits the first units of the copy itself, because the lane's thread would begin 250
+    to 370 us later (H100). If only some units of a copy can be submitted, the events of the copy
+    fail after these units have ended.
 
     Args:
         gpu: the GPU.
@@ -353,7 +353,7 @@ class CudaLane:
         planes: the device blocks.
         host: the host slots.
         settings: sizes of the lane.
-        order: layer by layer, or block by block.
+        order: order of a copy's parts: layer by layer, or block by block.
         before_copy: called on the lane's thread before every copy; tests delay copies with it, or
             let them fail. If it is set, only the lane's thread submits copies. None for no call.
         on_close: called when the lane is closed.

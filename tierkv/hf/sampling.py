@@ -1,8 +1,8 @@
 """The choice of the next token from the logits, with transformers' own processors.
 
-A choice depends only on logits, sampling parameters, earlier tokens and position: the random number
-is word `position` of the Philox stream with the seed as key (Salmon et al. 2011). Another node
-with the same values continues an answer with the same tokens.
+A choice depends only on logits, sampling parameters, earlier tokens and position. The random number
+is computed from the seed and the position (with Philox, Salmon et al. 2011). Another node with the
+same seed therefore continues an answer with the same tokens.
 """
 
 from __future__ import annotations

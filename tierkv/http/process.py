@@ -31,9 +31,11 @@ _TICKS = 1200  # one minute
 class Heartbeat:
     """A measurement of the event loop's lag, 20 times a second inside `running()`.
 
+    The lag is the time by which a sleeping task wakes up too late, because the loop was busy.
+
     Attributes:
-        on_beat: Called at each measurement with two numbers of seconds: the lag, and an upper bound
-            of the CPU time that the loop's thread used during the lag.
+        on_beat: Called after each measurement with two numbers of seconds: the lag, and the part of
+            it in which the loop's thread used the CPU, at most.
     """
 
     def __init__(self, on_beat: Callable[[float, float], None] = lambda *_: None) -> None:

@@ -689,11 +689,11 @@ class Ahead:
         self._came = asyncio.Event()
 
     def ready(self, num_blocks: int | None) -> None:
-        """Record how many leading blocks of the prompt are in storage.
+        """Report how many leading blocks of the prompt are in storage, so that `run` fetches them.
 
         Args:
-            num_blocks: number of blocks, counted from the prompt's start; None to try all blocks
-                because the number is unknown.
+            num_blocks: number of blocks, counted from the prompt's start; None if it is unknown, to
+                fetch as many as there are.
         """
         most = self._prompt.num_blocks
         self._wanted = max(self._wanted, most if num_blocks is None else min(num_blocks, most))

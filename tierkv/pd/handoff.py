@@ -2,12 +2,12 @@
 
 Publishing a prompt writes its blocks to storage and then a ticket, the record that all blocks are
 stored. Decode nodes that claim the prompt may also read blocks from this node's host tier. A
-publish begins at the end of the prefill. A stream begins during the prefill, so that little is left
-to do at its end.
+publish without a stream begins after the prefill. A stream stores the blocks during the prefill, so
+that little is left to do after it; over time:
 
-prefill   | chunk | chunk | chunk | last |
-stream      open    blocks  blocks  blocks, tail, ticket
-claimer             fetch   fetch   fetch        claimed
+    prefill node computes | chunk | chunk  | chunk  | last chunk           |
+    stream stores         |       | blocks | blocks | blocks, tail, ticket |
+    decode node fetches   |       |        | blocks | blocks               | claimed
 """
 
 from __future__ import annotations
@@ -212,9 +212,9 @@ class PromptBlocks(Protocol):
 
     @property
     def lease(self) -> Lease | None:
-        """The lease of the blocks in the index, against eviction.
+        """The lease that protects the prompt's blocks in the index.
 
-        None if no block is in the index.
+        None if none of them is in it.
         """
 
     def check_whole(self) -> None:
@@ -435,7 +435,11 @@ class Handoff:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Allow publishes inside the `async with` block; open tickets fail at its end."""
+        """Allow publishes inside the `async with` block.
+
+        At the end of the block, this node's liveness lease ends, and claimers that wait for its
+        open tickets stop waiting.
+        """
         async with (
             self.tickets.notifier.running(),
             self.tickets.lease.running(),
@@ -471,9 +475,9 @@ class Handoff:
             sampling: names and values of the sampling parameters of `first_tokens`; None to state
                 none.
             deadline_s: seconds that storing may take.
-            stored_blocks: number of blocks, counted from the prompt's start, that the caller has
-                just stored. Storage confirms them while the other blocks are stored. None to ask
-                storage for all blocks first.
+            stored_blocks: number of leading blocks that the caller has just stored. The call looks
+                up these blocks in storage, and stores the other blocks at the same time. None if
+                unknown: the call first looks up all blocks.
             announced: waits until the open ticket is written; None if there is none.
 
         Returns:

@@ -34,7 +34,7 @@ class Supply(Protocol):
         """The ranges of the prompt's tokens that this claim has read from another node's memory."""
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
-        """Record the prefill node's address, which its ticket or open ticket contains."""
+        """Record the address of the prefill node, which `ticket` contains."""
 
     async def ask(self, prompt: Prompt) -> None:
         """Ask the prefill node where the missing blocks of `prompt` lie in its memory.

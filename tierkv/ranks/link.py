@@ -107,10 +107,12 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 class Plan(msgspec.Struct, frozen=True):
     """A list of copies in one direction between host slots and device blocks.
 
-    The engine's own messages carry plans from the scheduler to the ranks.
+    The scheduler sends a plan to the worker of each rank, in the messages that the engine itself
+    exchanges between these processes.
 
     Attributes:
-        number: number of the plan, at least 0, by which a worker reports its end.
+        number: number of the plan, at least 0. A worker reports with this number that its copies
+            have ended.
         kind: "load" (host to device) or "offload" (device to host).
         source: ids of the slots or blocks to read, little-endian int32, one for each copy.
         target: ids of the slots or blocks to write, little-endian int32, one for each copy.

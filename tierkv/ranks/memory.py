@@ -1,12 +1,11 @@
-"""Memory of several processes: host slots that they share, and planes in an engine's own memory.
+"""Host slots that several ranks' processes share, and planes that an engine has allocated.
 
 A block consists of the slices of all ranks, one after the other.
 
     host slot   | rank 0: its layers, in order | rank 1: its layers, in order | ...
 
-For the scheduler, the slices of all ranks are one block with one slot. Each rank copies one
-contiguous range of each slot. In the layout of the whole block, the layers of rank 1 follow those
-of rank 0.
+The scheduler sees one block in one slot. Each rank copies its own slice, a contiguous range of the
+slot. The layout of the whole block lists the layers of rank 1 after those of rank 0.
 """
 
 from __future__ import annotations

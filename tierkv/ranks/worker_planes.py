@@ -149,8 +149,8 @@ class WorkerPlanes:
 
         Args:
             hosts: host slots of each KV cache group.
-            saves: False if another rank saves the same bytes. For a plan to save, this rank then
-                copies nothing and reports the end at once.
+            saves: False if another rank saves the same bytes. This rank then saves nothing, and
+                reports each plan to save as ended at once.
         """
         hosts = self._hosts = hosts if isinstance(hosts, Sequence) else (hosts,)
         lanes = {}

@@ -1,6 +1,6 @@
 """The weights of a Llama-shaped model, from a GGUF file or a directory of safetensors.
 
-The weights are read in the form that the reference model computes with.
+The weights are returned in the arrangement in memory that the reference model requires.
 """
 
 from __future__ import annotations

@@ -362,7 +362,8 @@ class Copies:
     def load_ended(self) -> None:
         """Record that a load to the device has ended.
 
-        Copies to lower tiers run one at a time until the last load has ended.
+        While loads run, copies to the host and to storage run one at a time, so that the loads have
+        the bandwidth. After the last load, all copies that wait are started.
         """
         self.num_loads -= 1
         if not self.num_loads:

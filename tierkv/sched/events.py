@@ -119,11 +119,11 @@ class BlockRun(msgspec.Struct, frozen=True):
 
 
 class EventPoint(NamedTuple):
-    """A point in the order of events.
+    """A point in the sequence of cache events, by which later events are recognized.
 
     Attributes:
         number: number of the last event before the point.
-        num_clears: number of times that storage lost all of its blocks before the point.
+        num_clears: number of times before the point that storage may have lost all of its blocks.
     """
 
     number: int

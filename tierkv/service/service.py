@@ -535,16 +535,17 @@ class Service:
         return sum(blocks.forget() for blocks in self.flat_blocks)
 
     async def free(self, *, clears_storage: bool = False) -> Freed:
-        """Forget all cached blocks that are not in use, and delete stored values if asked to.
+        """Remove all unused blocks from device and host, and with `clears_storage` from storage.
 
         Args:
-            clears_storage: True to delete every value of this service's fingerprints and every
-                ticket of their prompts in every attached store, for all nodes that share the store.
-                From the call on, this service does not match, fetch, store or publish blocks that
-                were cached before. Running requests keep their blocks until they end.
+            clears_storage: True to delete also every stored value of this service's fingerprints
+                and every ticket of their prompts, in every attached store, for all nodes that share
+                the store. From the call on, this service does not match, fetch, store or publish
+                blocks that were cached before. Running requests keep their blocks until they end.
 
         Returns:
-            The number of copies still in use, and the number of removed values.
+            The number of copies that stay because they are in use, and the number of deleted
+                values.
 
         Raises:
             StoreUnavailableError: a store did not answer, or running writes did not end in time.

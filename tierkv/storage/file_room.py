@@ -414,17 +414,18 @@ def _clear(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
-    """Hold a lock on a directory, against other threads and processes, until the `with` block ends.
+    """Lock a directory against other threads and processes during the `with` block.
 
-    The call blocks the thread.
+    The wait for the lock blocks the thread.
 
     Args:
         directory: path of the directory.
         waits: False to raise BlockingIOError if another process or thread has the lock.
 
     Raises:
+        FileNotFoundError: the directory was removed during the wait for the lock. Another process
+            may have made a new one at the same path since.
         OSError: the directory cannot be locked.
-        FileNotFoundError: the directory was removed during the wait; it may exist again.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -182,9 +182,9 @@ class GuardedStore(StoreWrapper):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open the inner store, and run write queue and probes, in the `async with` block.
+        """Open the guarded store, and run queued writes and probes, in the `async with` block.
 
-        The breaker is closed at the beginning.
+        The breaker is closed at the beginning: the store counts as working.
         """
         self._breaker = Breaker(self._settings.failures_to_open, self._clock)
         self._opened, self._slow = asyncio.Event(), asyncio.Event()  # for this event loop
@@ -659,11 +659,14 @@ class Breaker:
         return self._was_degraded_s + now_s
 
     def succeed(self, *, of_read: bool = True) -> None:
-        """Count an operation that the store has answered.
+        """Record that the store has answered an operation; a closed breaker forgets its failures.
 
-        An open breaker stays open until a probe is answered. After a failed read, an answered write
-        does not set the number of failures back to 0, because a disk that hangs still accepts
-        writes into memory.
+        An open breaker stays open until a probe is answered. After a failed read, only an answered
+        read makes the breaker forget the failures, because a disk that hangs still accepts writes
+        into memory.
+
+        Args:
+            of_read: True if the operation was a read, False if it was a write.
         """
         self.num_answers += of_read
         if self.is_closed and (of_read or not self._has_read_failed):

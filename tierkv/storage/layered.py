@@ -313,17 +313,18 @@ class NearCopies:
     ) -> None:
         """Copy values that were read from the far store, and queue the copies for the near store.
 
-        When this returns, the caller's buffers may be used again. Values that would exceed
-        `max_fill_bytes` are not copied.
+        Values that would raise the bytes in the queue above `max_fill_bytes` are not copied.
 
         Args:
-            read_items: items that were read, each with the length of its value in bytes.
-            damaged: names with a damaged value in the near store, which the copy replaces.
-            num_forgets: `self.num_forgets` before the read. If that number has changed, values may
-                have been deleted since, and no copy is queued.
+            read_items: items that were read, each with the length of its value in bytes. Their
+                buffers may be changed as soon as the call has returned.
+            damaged: names of values that are damaged in the near store; a copy replaces the damaged
+                value.
+            num_forgets: `self.num_forgets` before the read. If the number has changed since, some
+                of the values may have been deleted, and no copy is queued.
 
         Raises:
-            CancelledError: the caller was cancelled; no copy is queued, and no buffer is in use.
+            CancelledError: the call was cancelled; no copy is queued, and no buffer is in use.
         """
         copied: list[tuple[GetItem, int]] = []
         for item, num_bytes in read_items:

@@ -83,10 +83,11 @@ async def _pages_under(
 async def usage_by_group(
     store: Store, prefix: str, is_selected: ValueFilter = lambda _: True
 ) -> dict[str, Usage]:
-    """Count the values whose names agree in the first two fields, and their bytes.
+    """Return the number and the bytes of stored values for each kind of value and fingerprint.
 
-    A name consists of fields, separated by colons. The second field is the short fingerprint of a
-    block's model and tenant, or the kind of another value, such as a ticket.
+    A name consists of fields, separated by colons. Values are counted together if the first two
+    fields of their names are equal. The second field is the short fingerprint of a block's model
+    and tenant, or the kind of another value, such as a ticket.
 
     Args:
         store: the store to list.

@@ -40,7 +40,7 @@ def check_message(message: str) -> str:
 
 
 class Listener:
-    """The queue of messages about one stored value that one waiting task receives.
+    """A queue of the messages that are sent about one stored value, for one waiting task.
 
     Attributes:
         is_live: True while messages are delivered as they are sent. While it is False, no message

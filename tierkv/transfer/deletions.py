@@ -1,7 +1,7 @@
-"""Deletions of everything that a service has stored, for example before new weights are loaded.
+"""Deletions of all that a service has stored, for example before new weights are loaded.
 
-By the class `Deletions`, readers and writers find out that content is older than a deletion and
-must not be used.
+The class `Deletions` records the deletions. By this record, a read or write of storage finds out
+that its block is from before a deletion, and must not be used or stored.
 """
 
 from __future__ import annotations

@@ -194,11 +194,12 @@ class Slices:
         return ValueIdentity(digest, key.digest, key.num_tokens)
 
     def assemble(self, slot: int, payloads: dict[Shard, Bytes1D], num_tokens: int) -> None:
-        """Fill one slot of this node from the slices of a node with another number of ranks.
+        """Fill one host slot with a block that nodes with another number of ranks have stored.
 
         Args:
-            slot: id of the host slot, the same for every rank of this node.
-            payloads: the payload of each slice that was read.
+            slot: id of the host slot; every rank of this node has its part of the block under this
+                id.
+            payloads: bytes read from storage, one array for each slice of the block.
             num_tokens: number of tokens of the block.
         """
         assert self._scheme is not None, "other sizes are looked for only with a scheme"

@@ -136,9 +136,7 @@ class StorageTier:
         *,
         block_ttl_s: float | None,
     ) -> AsyncIterator[None]:
-        """Run the attached stores and `io` inside the `async with` block.
-
-        Errors of the stores are raised.
+        """Run the attached stores in the `async with` block, where `io` reads and writes blocks.
 
         Args:
             names: makes the names in storage of the service's blocks.
@@ -147,6 +145,9 @@ class StorageTier:
             parts: for each rank, its slice (share) of every block with the memory of its host
                 slots; empty for one rank that owns all of `host`.
             block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
+
+        Raises:
+            TierKVError: an attached store cannot be opened.
         """
         self._prefix = names.prefix
         options = self.options

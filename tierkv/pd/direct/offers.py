@@ -1,6 +1,7 @@
-"""The decode node's list of blocks in other nodes' host tiers, and the reads of these blocks.
+"""Reads of blocks from other nodes' host tiers, by a list of the blocks that they offer.
 
-A block that does not arrive intact is fetched from storage, in the same call.
+A decode node reads blocks in this way. A block that does not arrive intact is fetched from storage,
+in the same call.
 """
 
 from __future__ import annotations

@@ -220,12 +220,12 @@ class RedisSettings:
 
     Attributes:
         num_connections: number of connections to each server that read values. One more connection
-            asks whether values exist, so that such a question does not wait behind a read.
+            asks whether values exist, so that these questions do not wait behind reads.
         write_connections: number of connections to each server that write values.
-        timeout_s: seconds that a request may take, without the time for its bytes.
+        timeout_s: seconds that a request may take, plus the time that its bytes take at
+            `slowest_bytes_per_s`.
         connect_timeout_s: seconds that connecting may take.
-        slowest_bytes_per_s: lowest accepted transfer rate, in bytes per second; it determines the
-            time for the bytes of a request.
+        slowest_bytes_per_s: lowest accepted transfer rate, in bytes per second.
         tls: files for rediss://, for a private authority or a client certificate.
         sentinel_username, sentinel_password: the login at the Sentinels, if they require one.
     """
