@@ -97,7 +97,7 @@ class Moment(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """The record of one request, for the node's page.
+    """The record of one request, for the node's status page in a browser.
 
     Attributes:
         number: number of the request, counted from 1 at the start of the service.
@@ -106,7 +106,8 @@ class Timeline:
         prompt_tokens: number of tokens of its prompt.
         prompt: the prompt, kept so that its cache hits can be explained later; None once it was
             dropped to save memory.
-        moments: time of each moment, in seconds of `time.monotonic()`.
+        moments: time at which the request was admitted, loaded, computed ..., in seconds of
+            `time.monotonic()`.
         version: value of `Timelines.version` at the last change of this record.
         matched: numbers of cached prompt tokens at the admission, by tier.
         missed: the reason why a part of the prompt was not cached, one of `admission.MISS_REASONS`;

@@ -317,10 +317,13 @@ async def abandonable(
 
 
 def run_until_stopped(work: Coroutine[object, object, T]) -> T:
-    """Run `work` as `asyncio.run` does, and cancel it at Ctrl-C, between two callbacks of the loop.
+    """Run a coroutine in a new event loop, and cancel it at Ctrl-C.
 
-    With `asyncio.run` of Python 3.11 to 3.14, Ctrl-C may interrupt a callback, which then fails
-    with a traceback of its own.
+    The cancel takes effect between two callbacks of the loop. With `asyncio.run` of Python 3.11 to
+    3.14, Ctrl-C may interrupt a callback, which then fails with a traceback of its own.
+
+    Args:
+        work: the coroutine.
 
     Returns:
         The result of `work`.

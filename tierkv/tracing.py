@@ -42,14 +42,14 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 @contextmanager
 def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Send spans to the collector that the environment names, until the `async with` block ends.
+    """Send tracing spans to the configured collector until the `with` block ends.
 
-    Nothing is traced if the environment names no collector. If OpenTelemetry is not installed,
-    nothing is traced either, and a warning is logged.
+    Nothing is traced if `environ` names no collector. If OpenTelemetry is not installed, nothing is
+    traced either, and a warning is logged.
 
     Args:
         instance: name of this node or gateway.
-        environ: environment variables.
+        environ: environment variables; those of OpenTelemetry name the collector.
     """
     global _tracer  # noqa: PLW0603 - a process has one
     if not any(environ.get(name) for name in _ENDPOINTS):

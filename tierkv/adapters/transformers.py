@@ -203,8 +203,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the new tokens' keys and values.
 
-        Return views of the keys and values of all tokens.
-
         Args:
             key_states: [1, kv_heads, new tokens, dim].
             value_states: [1, kv_heads, new tokens, dim].
@@ -212,7 +210,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             kwargs: ignored.
 
         Returns:
-            Keys and values of all tokens, [1, kv_heads, tokens, dim] each.
+            Views of the keys and of the values of all tokens, [1, kv_heads, tokens, dim] each.
 
         Raises:
             LayoutError: the shapes or the dtype are not those of this cache's model.

@@ -337,12 +337,13 @@ class FlatBlocks:
                 self._unheld[block.key.digest] = block
 
     def use(self, digests: Sequence[bytes]) -> None:
-        """Mark those of these blocks that are cached and unprotected as just used.
+        """Mark blocks as just used, so that they are evicted after all other unprotected blocks.
 
-        The blocks are evicted last, the last of them first.
+        Among the marked blocks, the last one is evicted first. Blocks that are protected or not
+        cached are ignored.
 
         Args:
-            digests: keys of the blocks.
+            digests: keys of the blocks, in the order of the prompt.
         """
         for digest in reversed(digests):
             if digest in self._unheld:

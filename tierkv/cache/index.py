@@ -788,7 +788,8 @@ class Lease(msgspec.Struct, eq=False):
 class Index:
     """All cached blocks on device and host, with leases.
 
-    A node is split if a lease ends inside it, so that every lease covers whole nodes.
+    If a lease ends inside a node, the node is split there, so every node is covered by a lease as a
+    whole or not at all.
 
     Args:
         block_size: number of tokens of a block.
@@ -798,7 +799,7 @@ class Index:
     Attributes:
         spaces: the parts of the index, one for each fingerprint, and the order of eviction.
         num_held_leases: number of leases that have not ended.
-        reuse_gaps: histogram of the time between two requests' uses of the same cached prefix.
+        reuse_gaps: histogram of the seconds between two requests' uses of the same cached prefix.
     """
 
     def __init__(
@@ -1066,9 +1067,9 @@ class Index:
     ) -> tuple[int, ...]:
         """Add blocks [lease.num_blocks, stop) of a prompt, and extend the lease to cover them.
 
-        The index becomes the owner of the slots, except for blocks that already have a slot on
-        `tier`. If one of the blocks is being loaded to the device, that block and all later ones
-        are not added, and the lease ends before it.
+        The slots then belong to the index, except for blocks that already have a slot on `tier`. If
+        one of the blocks is being loaded to the device, that block and all later blocks are neither
+        added nor covered by the lease.
 
         Args:
             tier: the tier of `slots`.
@@ -1078,7 +1079,8 @@ class Index:
             slots: slots with all bytes of the blocks, int32 [stop - lease.num_blocks].
 
         Returns:
-            Positions in `slots` of the slots that the caller still owns.
+            Positions in `slots` of the slots that do not belong to the index; the caller must free
+                these slots or use them otherwise.
         """
         assert not lease.is_released, "a lease that has ended cannot be extended"
         first, node = lease.num_blocks, lease.node

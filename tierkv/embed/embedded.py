@@ -249,15 +249,16 @@ class Embedded:
         return self._thread.run("claim", work, request_id=request_id)
 
     def commit(self, request_id: str, tokens: Tokens, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Record that the KV of `tokens` is in the request's blocks, or will be after the events.
+        """Record that kernels have written the KV of `tokens` into the request's blocks.
 
-        The returned call fails with TransferError if the request was admitted before its cached
-        tokens were loaded (`Until.ADMITTED`), and the load failed. Call `recover` in this case.
+        The kernels may still be running; `after` then has their events. The call fails with
+        TransferError if cached tokens of the request could not be loaded after its admission with
+        `Until.ADMITTED`. In this case call `recover`.
 
         Args:
             request_id: id of the request.
             tokens: all tokens of the request so far, from the prompt's first on.
-            after: events of the kernels that write the blocks.
+            after: events of the kernels that write the blocks; () if the kernels have ended.
 
         Raises:
             BadRequestError: an argument is of the wrong kind.

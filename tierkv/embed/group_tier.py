@@ -61,8 +61,8 @@ class GroupLookup:
         lost: keys of blocks that storage has listed but did not return.
         problem: reason why nothing more is looked up in storage; None while storage is used.
         held: blocks that the lookup protects from eviction.
-        round: number of times that `GroupTier.release` was called with this lookup. A fetch that
-            began before the last call protects no blocks for this lookup.
+        round: number of times that `GroupTier.release` has released this lookup's blocks. If the
+            number changes during a fetch, the blocks that arrive are not protected for this lookup.
     """
 
     prompt: Prompt
@@ -193,13 +193,13 @@ class GroupTier:
         return GroupLookup(cut, keys)
 
     def valid(self, lookup: GroupLookup, limit: int) -> TokensAt:
-        """Return, as a sequence, how many leading tokens of each prompt block the host has.
+        """Return the number of leading tokens that the host has of each block of a prompt.
 
-        `CacheGroup.longest` computes from this sequence how many leading tokens of the prompt are
+        `CacheGroup.longest` computes from these numbers how many leading tokens of the prompt are
         usable.
 
         Args:
-            lookup: the prompt's lookup in this cache group.
+            lookup: the lookup of the prompt in this cache group.
             limit: number of the prompt's leading tokens to consider.
         """
         return _Valid(self, lookup, limit, _Asked.HOST_ALONE)

@@ -38,7 +38,7 @@ class HostNames:
 
     @property
     def digests(self) -> set[bytes]:
-        """The keys of all host blocks for which the engine has passed a name of its own."""
+        """The keys of all host blocks for which the engine has recorded its own block id."""
         return set(self._names)
 
     def put(self, event: CacheEvent) -> None:

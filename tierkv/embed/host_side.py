@@ -1420,9 +1420,7 @@ class SavedPrompt:
             self._service.tiers.work.capacity_changed()
 
     async def store_rest(self) -> None:
-        """Store the prompt's blocks of cache groups that the index does not list.
-
-        The index lists only the main cache group.
+        """Store the prompt's blocks of all cache groups except the main one, if storage lacks them.
 
         Raises:
             StoreUnavailableError: a block was not stored.

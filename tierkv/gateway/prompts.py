@@ -89,7 +89,9 @@ class Job:
         return head.removesuffix(_NO_BYTES) + _BYTES.pack(0xC6, size), self.tokens, packed_after
 
     def work(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """Return the body of a call for a streamed answer, with the sampling parameters.
+        """Return the body of a call to a node that generates the answer as a stream.
+
+        The body contains the prompt, the sampling parameters and `fields`.
 
         Args:
             fields: Further fields of the body, without `tokens`.

@@ -156,7 +156,7 @@ _DEFAULT_QUEUES, _MAX_QUEUES = 8, 32  # of CUDA
 
 
 class CudaDevice:
-    """One GPU of this process; the protocol `Device` describes the methods.
+    """One GPU of this process, which allocates planes and host slots, and opens lanes.
 
     Args:
         index: number of the GPU among those that this process sees.

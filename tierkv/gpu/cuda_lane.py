@@ -128,8 +128,8 @@ class Pipeline:
     def wait(self, event: Event, timeout_s: float) -> None:
         """Let units that are submitted after this call start only when an event is done.
 
-        The call itself blocks only until the copy of the event is submitted; for an event of
-        another kind of device, until the event is done.
+        The call blocks until the GPU can wait for the event itself: for the event of a copy, until
+        this copy is submitted; for an event of another kind of device, until the event is done.
 
         Args:
             event: the event to wait for.

@@ -287,7 +287,7 @@ class Ring(Generic[E]):
         return start % self.capacity, freed_by
 
     def use_until(self, event: E) -> None:
-        """Mark the bytes of the last `reserve` as in use until `event` is done."""
+        """Mark the bytes of the last call of `reserve` as in use until `event` is done."""
         assert self._reserved is not None, "reserve comes first"
         self._in_use.append((self._reserved, event))
         self._reserved = None

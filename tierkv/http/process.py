@@ -143,9 +143,9 @@ class Working:
         self._changed.set()
 
     def end_grace(self) -> None:
-        """Cancel running calls without a grace time.
+        """Cancel running calls without further grace time.
 
-        A running `idle` cancels them now; otherwise, later calls of `idle` cancel them at once.
+        If `idle` is waiting, the calls are cancelled now, otherwise as soon as `idle` is called.
         """
         self._has_grace_ended = True
         self.changed()

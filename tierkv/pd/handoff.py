@@ -701,7 +701,8 @@ class PublishStream:
             handoff: the node's publisher.
             blocks: the prompt's blocks, which may be computed later.
             ticket_id: id of the ticket.
-            deadline_s: seconds for the remaining work once the prompt is computed.
+            deadline_s: seconds within which the last blocks and the ticket must be stored, counted
+                from the end of the computing of the prompt.
 
         Raises:
             BadRequestError: the ticket's id cannot be encoded as UTF-8.

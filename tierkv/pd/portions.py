@@ -30,8 +30,9 @@ _LATE = GetOutcome(GetStatus.FAILED, "storage took too long")
 class Portions:
     """Fetches blocks of admitted requests from storage to the device, GROUP_BLOCKS at a time.
 
-    The blocks of one request that are fetched at once are a portion. A request waits only for the
-    store and for the staging slots of one portion, so requests never wait for each other's blocks.
+    A portion is up to GROUP_BLOCKS blocks of one request, which move through staging slots
+    together. A request holds no staging slots of one portion while it waits for those of another,
+    so requests cannot deadlock.
 
     Args:
         scheduler: commits the arrived tokens.

@@ -864,8 +864,8 @@ def check_fits(tiers: Tiers, spec: RequestSpec) -> None:
 class Admissions:
     """The admission of waiting requests, in the order of the queue.
 
-    Running requests that wait for more blocks get them first. A large request at the head of the
-    queue blocks the queue: smaller requests behind it wait until it is admitted.
+    Running requests that wait for more blocks get them first. If the first request in the queue
+    needs more blocks than are free, all requests behind it wait, too, even small ones.
 
     Args:
         tiers: the tiers of the node.
@@ -876,7 +876,7 @@ class Admissions:
         computing: the blocks that running requests will compute.
 
     Attributes:
-        pauses: the reasons why admission is paused; empty while it is not.
+        pauses: the reasons why no request is admitted now; empty while requests are admitted.
     """
 
     def __init__(

@@ -109,9 +109,10 @@ class Budget:
         self._reschedule()
 
     def restart(self) -> None:
-        """Set the seconds spent waiting to 0.
+        """Set the seconds spent waiting to 0, because storage has answered in time.
 
-        Call this when storage has answered, in time, that the awaited value is not there yet.
+        Call this when the answer says that the awaited ticket is not written yet. The budget then
+        limits the time without an answer from storage, not the wait for the ticket.
         """
         self._spent_s = 0.0
 

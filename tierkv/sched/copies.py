@@ -390,10 +390,10 @@ class Copies:
         return wrong + self.background.findings() + self.storing.findings()
 
     def write_down(self, node: TreeNode, num_blocks: int) -> None:
-        """Start the copies of blocks [0, num_blocks) of a path that the write policies ask for now.
+        """Start the copies to lower tiers that are due now for the first blocks of a path.
 
-        A write policy (`cache.host_write`, `cache.storage_write`) says when a block is copied to
-        the tier below.
+        The settings `cache.host_write` and `cache.storage_write` decide when a block is copied to
+        the host and to storage: when it is computed, after some matches, or when it is evicted.
 
         Args:
             node: the node of the index at the end of the path (a prefix in the index).

@@ -208,21 +208,21 @@ class EventListener(Protocol):
 
 
 class CacheEvents:
-    """The events of one service, and their subscribers.
+    """The cache events of one service, and their subscribers.
 
     Args:
         digests_of: returns the keys of blocks [start, stop) of the path (a prefix in the index)
             that ends in a node; called only while there is a subscriber.
-        is_retired: returns True for a node that no request can match any more; no event names its
-            blocks.
+        is_retired: returns True for a node that no request can match any more. The blocks of such a
+            node appear in no event.
 
     Attributes:
-        groups: the engine's cache groups (layers with the same layout and rule of needed blocks);
+        groups: the engine's cache groups (layers with the same layout that need the same blocks);
             () if there is only the service's own layout.
         indexed: number of the cache group whose blocks are in the index.
         other_blocks: returns the blocks of the other cache groups that are on the host now.
-        max_names: largest number of engines' block ids that are remembered; beyond it, the oldest
-            are forgotten.
+        max_names: largest number of engines' block ids that are remembered; if there are more, the
+            oldest are forgotten.
     """
 
     def __init__(

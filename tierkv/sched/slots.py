@@ -170,7 +170,7 @@ class Work:
             task.add_done_callback(lambda _: self._work_ended(space))
 
     def begin(self, space: str) -> Callable[[], None]:
-        """Count a copy without a task of its own among the running copies.
+        """Count a running copy that has no task, so that the service waits for it before it closes.
 
         Args:
             space: name of the space in which the end of the copy frees slots or makes blocks

@@ -51,11 +51,12 @@ HEDGE = 0.25
 
 
 class FetchPolicy(Enum):
-    """How long a request waits for its blocks from storage.
+    """The time that a request waits for its blocks from storage.
 
-    BEST_EFFORT: only while fetching is estimated to be faster than computing. WAIT_COMPLETE: for
-    all blocks, as long as each arrival follows the one before within `fetch_deadline_s`. DEADLINE:
-    for all blocks, but at most `fetch_deadline_s` in total.
+    With BEST_EFFORT, a request waits only while fetching is estimated to be faster than computing.
+    With the other policies, a request waits for all blocks: with WAIT_COMPLETE as long as no more
+    than `fetch_deadline_s` pass without a new block, with DEADLINE for at most `fetch_deadline_s`
+    in total.
     """
 
     BEST_EFFORT = "best_effort"
@@ -97,10 +98,13 @@ class Regret:
             self.add(SHARE * compute_s + MAX_WASTED * grown)
 
     def add(self, seconds: float) -> None:
-        """Add the seconds that a wait has saved to the balance.
+        """Add to the balance the seconds that a wait for another request's blocks has saved.
 
-        The seconds are negative for a wait that lost time. The balance is then limited to
-        MAX_WASTED * `usual_s` above and below zero.
+        The balance stays between -2 and 2 times `usual_s`, the largest computing time of recent
+        requests.
+
+        Args:
+            seconds: seconds saved; negative if the wait lost time.
         """
         most = MAX_WASTED * self.usual_s
         self.seconds = max(-most, min(self.seconds + seconds, most))

@@ -380,13 +380,14 @@ class Session:
     # While it runs
 
     async def commit(self, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
-        """Record that the KV of `tokens` is in the request's blocks, or will be after the events.
+        """Record that kernels have written the KV of `tokens` into the request's blocks.
 
-        If the prompt is published while it is computed, the new blocks are then stored.
+        The kernels may still be running; `after` then has their events. If the prompt is published
+        while it is computed, the new blocks are stored now.
 
         Args:
             tokens: all tokens from the prompt's start on, packed as little-endian int32.
-            after: events of the kernels that write the KV.
+            after: events of the kernels that write the KV; () if the kernels have ended.
 
         Raises:
             TransferError: cached blocks of the request could not be loaded.
@@ -583,8 +584,8 @@ class Session:
 
         Raises:
             DuplicateRequestError: the published ticket has other first tokens or sampling
-                parameters.
-            TierKVError: any error of `Publishing.published`.
+                parameters, or the publish failed because the id is in use.
+            TierKVError: the publish failed or was cancelled.
         """
         published = await publishing.published()
         said = published.ticket

@@ -2,10 +2,11 @@
 
     host slot -> payload codec -> | header, 88 bytes | stored payload | -> store
 
-`Codec` makes and checks headers; it has a subclass for each member of `Trust`. A payload codec,
-such as a compression, is a `PayloadCodec` with a row in `PAYLOAD_CODECS`. `seal` and `unseal`
-encode and decode records that other processes read. The format is described in
-docs/storage-format.md, with a test vector.
+A `Codec` makes and checks headers; each of its subclasses implements one level of trust in other
+writers of the store (the enum `Trust`). A `PayloadCodec`, such as a compression, encodes the bytes
+after the header; the dict `PAYLOAD_CODECS` lists these codecs. `seal` and `unseal` encode and
+decode records that other processes read. The format is described in docs/storage-format.md, with a
+test vector.
 """
 
 from __future__ import annotations

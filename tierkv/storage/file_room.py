@@ -441,7 +441,7 @@ def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
 
 
 def remove_unused(directory: str) -> None:
-    """Remove an empty directory in which nothing has changed for _UNUSED_S seconds.
+    """Remove a directory if it is empty and nothing in it has changed for 10 minutes.
 
     A writer that needs the directory creates it again.
     """
@@ -468,7 +468,7 @@ _File = tuple[bool, float, float, int, str]
 
 
 class Room:
-    """The limits on the size of a file store, which are met by evicting values.
+    """The room in a file store: evicts values to make room for new ones within the size limits.
 
     Methods block. Thread-safe. Processes that share a directory evict one at a time.
 

@@ -406,9 +406,9 @@ class PutItem:
         ttl_s: seconds to live; None for as long as the store keeps the value.
         keep_existing: True to leave an existing value of this name as it is. Use this if all values
             of the name are equal (blocks). False to replace an existing value atomically (tickets).
-        only_new: True to leave an existing value as it is, whatever `keep_existing` says, where
-            values of the name may differ. The outcome STORED then means that this value is the one
-            in the store.
+        only_new: True to leave an existing value as it is, even if `keep_existing` is False. Use
+            this if values of the name can differ: the outcome STORED then means that the store has
+            this value, not an earlier one.
         worth: benefit of the value to later requests. Only the order of the worths matters: if too
             many writes wait for a slow store, those with the lowest worth are dropped.
         complete: fills in bytes of `parts` that are computed late, such as a checksum. The store

@@ -1,7 +1,7 @@
 """Direct paths: reading blocks from the memory of the node that computed them, without storage.
 
-Both sides are here. A prefill node (producer) runs a server. A decode node (claimer) has a
-connection to it for each claim, and reads the blocks.
+This module has both sides. A prefill node (producer) runs a server. A decode node (claimer) opens
+one connection to this server for each claim, and reads the blocks from the producer's memory.
 """
 
 from __future__ import annotations

@@ -483,7 +483,7 @@ class SendBudget:
         self.left -= num_bytes
 
     def on_refill(self, resume: Callable[[], None]) -> None:
-        """Call `resume` once, in the next event loop iteration, when bytes may be sent again."""
+        """Call `resume` once at the next event loop iteration, when connections may send again."""
         self._waiting.append(resume)
 
     def _refill(self) -> None:
