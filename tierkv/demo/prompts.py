@@ -64,7 +64,9 @@ class Prompts(Protocol):
         ...
 
     def unrelated(self, number: int) -> Fields:
-        """Return a prompt that shares no blocks with the conversation, and evicts its blocks.
+        """Return a prompt that shares no block with the conversation.
+
+        Computing such prompts makes a node evict the blocks of the conversation from the device.
 
         Args:
             number: number of the prompt; each number gives a different prompt.

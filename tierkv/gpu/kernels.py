@@ -76,16 +76,16 @@ def launch_nothing(gpu: Gpu, stream: CudaStream) -> None:
 
 
 class PlaneKernels:
-    """The GPU kernels that copy blocks between planes and staging, and within the planes.
+    """The GPU kernels that copy blocks between planes and staging memory, and within planes.
 
-    Only one thread at a time may use this object. The GPU must be that thread's current GPU (see
-    `Gpu.bound`).
+    Only one thread at a time may use this object, and `Gpu.bound` must have made the GPU that
+    thread's current one.
 
     Args:
         gpu: the GPU.
         planes: the planes.
-        num_ctas: largest number of thread blocks of a launch; a launch that copies few bytes may
-            have four times this number.
+        num_ctas: limit of the thread blocks of a launch; four times this number for launches that
+            copy few bytes.
     """
 
     def __init__(self, gpu: Gpu, planes: CudaPlanes, *, num_ctas: int) -> None:

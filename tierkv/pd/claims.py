@@ -513,8 +513,9 @@ class Claims:
     async def _fetch_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
         """Fetch blocks of a claimed prompt to the host while the producer computes the rest.
 
-        If the device has enough free memory, the blocks are also loaded to the device. Return True
-        if all blocks arrived.
+        `prefix` is the prompt up to the last block to fetch. `near` represents the producer, whose
+        memory is read if possible. If the device has enough free memory, the blocks are also loaded
+        to the device. Return True if all blocks arrived.
         """
         await near.ask(prefix)
         budget = Budget(self._fetch_deadline_s, step_s=self._fetch_deadline_s)

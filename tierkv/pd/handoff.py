@@ -212,10 +212,7 @@ class PromptBlocks(Protocol):
 
     @property
     def lease(self) -> Lease | None:
-        """The lease that protects the prompt's blocks in the index.
-
-        None if none of them is in it.
-        """
+        """The lease on the prompt's blocks in the index; None if no block is in the index."""
 
     def check_whole(self) -> None:
         """Check that all blocks of the prompt are computed and in this node's memory.

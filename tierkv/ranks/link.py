@@ -174,7 +174,7 @@ class Link:
         """Send a record; block while the other end reads nothing.
 
         Args:
-            record: the record, or its sealed bytes.
+            record: the record, or its bytes as `seal` has encoded them, with a checksum.
             descriptors: file descriptors to send with the record.
 
         Raises:
