@@ -378,8 +378,9 @@ class Claims:
         source: reads blocks from other nodes' memory instead of storage.
         portions: fetches blocks for which the host has no room.
         estimator: estimates the times of fetching and computing, for claims that may compute.
-        fetch_deadline_s: seconds to wait for the next blocks after the ticket, or blocks, have
-            arrived; extends the claim's own deadline if less time is left.
+        fetch_deadline_s: seconds to wait for the next blocks, counted anew whenever the ticket or
+            blocks arrive. If the claim's own deadline is earlier, it is moved to the end of this
+            wait.
         stats: counters of the node's hand-offs.
     """
 

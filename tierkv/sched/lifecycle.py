@@ -190,7 +190,9 @@ class Lifecycle:
     ) -> None:
         """Evict unused copies in slots from `first` on, and forget unreachable blocks.
 
-        `tried` has the uids of nodes for which a copy to the host was started.
+        With `keeps_blocks`, a device block that only the device has is first copied to the host,
+        and is evicted by a later call. `tried` collects the uids of the nodes for which such a copy
+        was started, so that none is started twice.
         """
         for node in nodes:
             in_the_way = np.flatnonzero(node.copies[tier].slots >= first)

@@ -259,8 +259,9 @@ class Places:
     def detach(self, route: str = "") -> Store | None:
         """Stop using a tenant's store or the common store, and return this store.
 
-        Operations under way end on the detached store. Later operations on a tenant's names use the
-        common store.
+        Operations under way end on the detached store. After a tenant's store is detached,
+        operations on the tenant's names use the common store. After the common store is detached,
+        operations on names without a store of their own fail.
 
         Args:
             route: `prefix:fingerprint`, the first two fields of the tenant's names; "" for the
