@@ -203,7 +203,7 @@ async def test_the_block_that_is_matched_in_part_comes_in_one_movement_with_the_
         assert here.service.verify() == []
 
 
-# The engine's kernels (rule 7)
+# The engine's kernels
 
 
 @pytest.mark.promise("Copies and kernels never overlap on the same blocks.")
