@@ -216,7 +216,7 @@ class ModelRun:
         return self.has_stopped or len(self.tokens) >= self.job.max_tokens
 
     def result(self) -> Generation:
-        """Return the outcome so far."""
+        """Return the request's generated tokens, text, counts and times up to now."""
         now = time.monotonic()
         first = now if self.first_token is None else self.first_token
         finish: FinishReason = "stop" if self.has_stopped else "length"

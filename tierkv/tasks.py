@@ -277,7 +277,8 @@ async def abandonable(
     """Run `work()` in a task of another task group, and wait for its result.
 
     If the caller is cancelled, its wait ends at once. The task is cancelled too, but may end later:
-    a thread that waits for a hanging disk cannot be cancelled, and still uses its memory.
+    for example, a thread that waits for a hanging disk cannot be cancelled. Memory that `work` uses
+    must therefore stay valid until the task ends.
 
     Args:
         start: starts the task in the other group, such as its `create_task`.

@@ -181,7 +181,7 @@ class EvictionOrder:
             self._push(node)
 
     def resized(self, capacity: int) -> None:
-        """Adapt the policy to a new capacity of the tier, or to a new quota, in blocks."""
+        """Adapt the policy to a new number of blocks: the size of the tier, or a tenant's quota."""
         for node in self.policy.resized(capacity):
             self._push_again(node)
 

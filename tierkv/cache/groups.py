@@ -368,7 +368,7 @@ class FlatBlocks:
         self._pool.release(slots)
 
     def put(self, block: FlatBlock) -> bool:
-        """Add a block, which becomes the owner of its slot; `allocate` must have returned the slot.
+        """Add a block whose slot `allocate` has returned. The cached block then owns the slot.
 
         Returns:
             False if a block with this key is cached already; the caller then still owns the slot.

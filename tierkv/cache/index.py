@@ -528,10 +528,10 @@ class Tree:
     # Shrinking
 
     def prune(self, node: TreeNode) -> None:
-        """Remove a path's blocks that are on no tier, from the last to the first that stays.
+        """Remove blocks without a copy on any tier from the end of a path.
 
-        A block stays if it is on a tier, if other blocks come after it, or if a lease protects its
-        node.
+        The removal begins at the last block of the path and goes towards the root. It stops at the
+        first block that has a copy, has blocks after it, or is in a node that a lease protects.
 
         Args:
             node: the last node of the path.

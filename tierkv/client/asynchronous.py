@@ -57,17 +57,19 @@ class AsyncClient:
     """A client of one node. Enter it with `async with`, and use it for many calls.
 
     The client keeps connections open between calls. If the node answers with an error, the call
-    raises an error that is a RemoteError and also of the class that the node raised. If there is no
+    raises an error of the same class as on the node, which is also a RemoteError. If there is no
     answer, the call raises CallError. A cancelled call closes its connection, and the node ends the
     work of the call as soon as it can.
 
     Args:
         url: http://host:port, https://host:port, or unix:/path of the node's socket.
         token: A bearer token; None without authentication.
-        tls: TLS context for https, see `client_tls`; None trusts the system's authorities.
+        tls: TLS context for https, made with `client_tls` if the node has its own authority or
+            requires a client certificate; None trusts the system's authorities.
         timeout_s: Seconds for a whole call, its retries included. For a stream, seconds until the
             first event, and between two events.
-        retries: The rule by which failed calls are retried; None for the default.
+        retries: Number of attempts of a failed call, and the pauses between them; None for the
+            default.
         max_connections: Largest number of connections. A call that needs one more waits for a free
             one.
     """

@@ -228,10 +228,10 @@ class Http:
                 response.close()
 
     async def whole(self, response: aiohttp.ClientResponse) -> Reply:
-        """Read the rest of an answer, and return the whole answer.
+        """Read the rest of an HTTP answer, and return the whole answer.
 
         Args:
-            response: The answer that `opened` provides.
+            response: The answer, of which the status and headers have been read.
 
         Raises:
             CallError: The connection broke.

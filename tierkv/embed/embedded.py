@@ -315,9 +315,9 @@ class Embedded:
         return self._in_turn("recover", request_id, work)
 
     def preempt(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Release the request's device blocks; `resume` allocates new ones.
+        """Release the request's device blocks, until `resume` allocates new ones.
 
-        Committed tokens stay cached if there is room.
+        The blocks of committed tokens are copied to the host if the host has room.
 
         Args:
             request_id: id of a running request.

@@ -70,7 +70,7 @@ class HostNames:
                 self._digests[name] = digest
 
     def clear(self) -> None:
-        """Remove the engine's names of all blocks."""
+        """Forget all of the engine's block ids, so that no lookup finds a block."""
         self._names.clear()
         self._digests.clear()
 

@@ -401,8 +401,8 @@ class HostSide:
     `take_events` may be called from any thread.
 
     Args:
-        service: a running service, made with `sizes`, which has the index, the host slots and the
-            store.
+        service: a running service that was made with the same `sizes`. It has the index, the host
+            slots and the store.
         sizes: the cache groups, and the number of host slots of each.
         settings: limits of promises, saves and events.
     """
@@ -1343,15 +1343,16 @@ class HostSide:
 
 
 class SavedPrompt:
-    """The host blocks of a prompt that an engine saves, as a publish needs them.
+    """The host blocks of a prompt that an engine is saving, for a publish that runs meanwhile.
 
-    The publish stores the blocks for other nodes while the engine still saves further ones.
+    The publish stores the blocks for other nodes while the engine saves further blocks.
 
     Args:
         side: the host tier that has the blocks.
-        service: the service that has the index.
-        tiers: by number, the tiers of the cache groups outside the index.
-        keys: keys in storage of the prompt's indexed blocks.
+        service: the service whose index has the blocks of the main cache group.
+        tiers: the host tiers of the other cache groups, by number of the group.
+        keys: keys in storage of the blocks of the main cache group; empty if there is no such
+            group.
         prompt: the prompt that is published.
         promise: protects the prompt's host blocks from eviction until the publish ends.
     """

@@ -355,11 +355,14 @@ _ALWAYS_REFUSED = (HandoffProblem.INCOMPATIBLE.value, HandoffProblem.OTHER_PROMP
 
 
 class ClaimPolicy(Enum):
-    """The reaction to a ticket or to blocks that a claim cannot read: refuse, or compute.
+    """The action of a claim if the ticket or blocks of the prompt cannot be read.
 
-    A ticket also contains the first generated tokens. A request that continues without a ticket
-    generates them itself. With every policy, a ticket for another prompt or from an incompatible
-    node is refused when it is read.
+    WHOLE refuses the claim with the reason. RECOMPUTE uses the blocks that can be fetched, and
+    computes the others. RECOMPUTE_ALL computes the whole prompt and looks for no ticket.
+
+    A ticket also contains the first generated tokens. A request without a ticket generates these
+    tokens itself. WHOLE and RECOMPUTE refuse a ticket for another prompt or from an incompatible
+    node.
     """
 
     WHOLE = "whole"  # refuse the claim, with the reason

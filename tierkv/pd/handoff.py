@@ -679,9 +679,10 @@ class _Finish:
 class PublishStream:
     """A publish that stores the blocks of a prompt while the prompt is being computed.
 
-    The engine's side calls `advance`, and at the end `finish` or `fail`. A task runs `run`, and the
-    blocks must not be released until `run` has ended. If storing fails before the prompt is
-    computed, `run` stores all missing blocks after `finish`.
+    The code that computes the prompt calls `advance` repeatedly, and finally `finish` or `fail`.
+    Meanwhile `run` stores the blocks in a task; its owner must protect the blocks from eviction
+    until `run` has ended. If storing fails before the prompt is computed, `run` stores all missing
+    blocks after `finish`.
     """
 
     def __init__(

@@ -763,13 +763,13 @@ class Tickets:
         self.hint(ticket.ticket_id, f"{PROGRESS}0")
 
     async def complete(self, ticket: Ticket, *, generation: int | None = None) -> None:
-        """Write a ticket, all blocks of which are stored, and notify the nodes that wait for it.
+        """Write a ticket, and notify the nodes that wait for it. All of its blocks must be stored.
 
         Args:
             ticket: the complete ticket.
-            generation: value of `Deletions.generation` that was read while the ticket's blocks were
-                valid; None for the present value. If the stored values have been deleted since, the
-                call raises.
+            generation: value of `Deletions.generation` when the ticket's blocks were stored; None
+                for the present value. If all stored values have been deleted since, the call
+                raises.
 
         Raises:
             DuplicateRequestError: the id is in use for another prompt.

@@ -323,7 +323,7 @@ def digest_of(layouts: Sequence[Layout]) -> bytes:
 def join(
     link: Link, rank: int, planes: Sequence[Planes]
 ) -> tuple[list[SharedSlots], int | None, bool]:
-    """Connect as a worker: send a hello to the scheduler, and map the host slots of its answer.
+    """Connect this rank to the scheduler, and map the host slots that the scheduler shares.
 
     Args:
         link: the link to the scheduler.
@@ -331,11 +331,13 @@ def join(
         planes: this rank's planes of each KV cache group.
 
     Returns:
-        Three values: the host slots of each group; a descriptor to keep open while this rank may
-            copy, None if the scheduler sent none; and True if this rank writes the slots.
+        Three values. The first is the host slots of each group. The second is a file descriptor, or
+            None if the scheduler sent none: keep it open while this rank may copy, so that other
+            processes can find out when the copies are over. The third is True if this rank writes
+            the slots, and False if another rank with the same bytes does.
 
     Raises:
-        ConfigError: the scheduler refuses this worker, or the slots cannot be mapped.
+        ConfigError: the scheduler refuses this rank, or the slots cannot be mapped.
         LinkClosedError: no answer came.
         StoreCorruptError: the answer cannot be read.
     """

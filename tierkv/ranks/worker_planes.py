@@ -77,10 +77,11 @@ class Finished(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class _Copies:
-    """The copies of a plan, by KV cache group.
+    """The copies that one plan has started on this rank.
 
     Attributes:
-        events: events of each group's copies that have not ended, one for each layer.
+        events: by number of the cache group, the events of its copies that have not ended, one for
+            each layer.
         problem: the reason why a copy failed or could not begin; None if all succeeded so far.
     """
 

@@ -435,7 +435,7 @@ class CacheEvents:
         self._lose(list(self._stored))
 
     def is_stored(self, digest: bytes) -> bool:
-        """Return whether the block was published as being in storage, and not as lost since."""
+        """Return whether the block is in storage, according to the events recorded so far."""
         return digest in self._stored
 
     def stored(self) -> list[BlockRun]:

@@ -88,7 +88,9 @@ def explain(  # noqa: PLR0913 - what else is known at this moment
     stored: range | None = None,
     now: float = 0.0,
 ) -> Explanation:
-    """Explain which blocks of a prompt are cached, and why the next one is not; change nothing.
+    """Explain which blocks of a prompt are cached, and why the first missing block is not.
+
+    The call changes nothing.
 
     Args:
         index: the index of all blocks.
@@ -97,9 +99,9 @@ def explain(  # noqa: PLR0913 - what else is known at this moment
         history: the latest evictions and failures of blocks.
         fetching: True if the block after the match is being fetched from storage.
         computing: True if a request computes that block.
-        fingerprints: by name of the space, the fingerprints that the caller is allowed to see. If
-            the prompt is cached under another fingerprint, and both are listed, the explanation
-            names the fields that differ. None if the caller may see none.
+        fingerprints: the fingerprints that the recipient of the explanation is allowed to know, by
+            name of their space; None for no fingerprints. If the prompt is cached under another
+            fingerprint and this mapping has both, the explanation names the fields that differ.
         stored: indexes of the blocks after the match that storage has; None if storage was not
             asked or did not answer in time.
         now: time on the clock of the history, in seconds.

@@ -273,7 +273,8 @@ async def _arrived(group: asyncio.Task[bool] | None) -> bool:
 class SharedTails:
     """Finds and fetches tails (partial last blocks) that other prompts have stored.
 
-    A tail is useful if it begins with the same tokens as the next block of the prompt.
+    A tail is useful to a prompt if it begins with the same tokens as the prompt's first block that
+    is not cached.
     """
 
     def __init__(self, tiers: Tiers, storage: StorageIO) -> None:

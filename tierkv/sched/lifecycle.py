@@ -80,16 +80,17 @@ class Lifecycle:
         return forgetting(self._tiers, [*spaces.roots(), *spaces.retired()])
 
     async def resize(self, tier: Tier, capacity: int) -> None:
-        """Change the number of slots of a tier, within the allocated memory.
+        """Change the number of slots of the device or host tier; no memory is allocated or freed.
 
-        A smaller tier loses its last slots as they become free; the call waits for blocks in use.
-        Unused blocks in these slots are evicted. Device blocks are first copied to the host, if the
-        host has room. Host blocks are first written to storage, if the write rule asks for it and
-        the store accepts them. Cancelling the call leaves the number of slots unchanged.
+        A tier becomes smaller by losing its last slots. The call waits until the blocks in these
+        slots are unused, and evicts them. Before that, device blocks are copied to the host if the
+        host has room, and host blocks are written to storage if the policy for writing includes
+        them and the store accepts them. Cancelling the call leaves the number of slots unchanged.
 
         Args:
             tier: the tier to resize: device or host.
-            capacity: number of slots that the tier will have, at least 1.
+            capacity: number of slots that the tier will have; from 1 to the number allocated at the
+                start.
 
         Raises:
             ConfigError: there is no memory for `capacity` slots.

@@ -487,7 +487,8 @@ class RequestSpec(msgspec.Struct, frozen=True):
             request is admitted again because the load of further cached tokens failed.
         session_id: session (turns of one conversation) that the request belongs to, for events; ""
             without one.
-        num_blocks: number of blocks to reserve at admission; computed.
+        num_blocks: number of blocks to reserve at admission. Always calculated from `prompt` and
+            `max_new_tokens`; a given value is ignored.
     """
 
     request_id: str

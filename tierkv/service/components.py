@@ -99,9 +99,10 @@ class Memory:
 
     @asynccontextmanager
     async def open_to_changes(self) -> AsyncIterator[None]:
-        """Let `changing` free or replace device memory until the `async with` block ends.
+        """Allow device memory to be freed or replaced until the `async with` block ends.
 
-        After the block, wait until no such change runs.
+        Such changes are made inside `with changing():`. At its end, the block waits for running
+        changes.
         """
         self._is_open = True
         try:

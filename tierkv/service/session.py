@@ -326,14 +326,14 @@ class Session:
             await self.recover(str(error), timeout_s=timeout_s)
 
     def check_may_compute(self, error: TransferError) -> None:
-        """Check that the request may continue after a failed load, by computing the missing blocks.
+        """Check that a request with a failed load may compute the blocks that were not loaded.
 
         Args:
             error: the failure of the load, for the message.
 
         Raises:
-            HandoffError: the claim's policy forbids computing any of the prompt (reason
-                load_failed).
+            HandoffError: the request is a claim with the policy WHOLE, which must not compute
+                prompt tokens. The error's reason is load_failed.
         """
         if self._policy is ClaimPolicy.WHOLE:
             text = f"the claimed prompt did not load to the device: {error}"

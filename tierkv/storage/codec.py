@@ -139,11 +139,12 @@ class PayloadCodecs:
         )
 
     def encode(self, payload: Buffer) -> tuple[int, Buffer]:
-        """Encode a payload with the codec `writes_with`.
+        """Compress a payload with the codec for new values.
 
         Returns:
-            The number of the codec, and the bytes to store. IDENTITY and `payload` itself if there
-                is no codec for new values, or if it does not make the payload shorter.
+            The number of the codec, and the bytes to store. IDENTITY (no compression) and `payload`
+                itself if there is no codec for new values, or if the codec does not make the
+                payload shorter.
         """
         if self.writes_with != IDENTITY:
             stored = self.by_number[self.writes_with].encode(payload)

@@ -529,11 +529,11 @@ class Room:
         return self._capacity_bytes is not None and num_bytes > self._capacity_bytes
 
     def make_more(self, num_bytes: int, num_evictions: int, remove: Callable[[str], bool]) -> bool:
-        """Evict values after the disk refused a value that seemed to fit.
+        """Evict stored values after the disk refused a write although enough bytes seemed free.
 
-        The disk may have no inodes left, or a quota. Values are evicted until they have at least
-        the size of the refused one. If `min_free_bytes` is 0, nothing is evicted, because the
-        values may then fill the disk completely.
+        For example, the disk has no inodes left, or a quota. Values are evicted until their total
+        size is at least `num_bytes`. Nothing is evicted if `min_free_bytes` is 0, because a full
+        disk is then normal.
 
         Args:
             num_bytes: size of the refused value.

@@ -720,11 +720,11 @@ class Breaker:
 
 @dataclass(eq=False, slots=True)
 class _WrittenSince:
-    """The names that were written while the store was being asked which names it lacks.
+    """The names that were written while the store was being asked for missing names.
 
     Attributes:
         written: the names.
-        has_cleared: True if every name may have been written.
+        has_cleared: True if unknown other names may have been written, too.
     """
 
     written: set[str] = field(default_factory=set)
