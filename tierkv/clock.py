@@ -20,7 +20,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The clocks of this machine."""
+    """The operating system's monotonic clock and wall clock, both in seconds."""
 
     def monotonic(self) -> float:
         return time.monotonic()

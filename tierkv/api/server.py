@@ -242,11 +242,14 @@ async def serve(
 
 
 def listening(node: Node, *listeners: socket.socket) -> AbstractAsyncContextManager[str]:
-    """Return a context manager that answers requests for `node` and yields the first URL.
+    """Return a context manager that answers HTTP requests for `node` while it is entered.
 
     Args:
         node: The node; it must be running before the first request arrives.
         listeners: Listening sockets.
+
+    Returns:
+        The context manager. Its `as` value is the URL of the first of `listeners`.
     """
     own = node.settings
     return answering(own.node, own.auth, own.tls, listeners, partial(router_of, node))

@@ -194,20 +194,20 @@ class EvictionOrder:
             self.memory.forget(node)
 
     def leaf_to_go(self, max_blocks: int, rule: WriteRule) -> Segment | None:
-        """Return the next blocks to evict if the choice is simple; faster than `victims`.
+        """Return the next blocks to evict in simple cases; faster than `victims`.
 
-        The choice is simple if the next candidate has no children, all of its blocks are ready on
-        this tier, none is on the other tier, `rule` is not WRITE_BACK, and the policy does not
-        record evictions.
+        A case is simple if all of these conditions are met: the next run to evict has no children,
+        all of its blocks are ready on this tier, none of them is on the other tier, the policy of
+        `rule` is not WRITE_BACK, and the eviction policy does not record evictions.
 
         Args:
             max_blocks: largest number of blocks to return, at least 1.
-            rule: the rule for copies to the tier below.
+            rule: says when blocks are copied to the tier below.
 
         Returns:
-            The leaf, the index of the first block within it, and the index after the last block.
-                None if one of the conditions is not met; `planner.plan_eviction` may still find
-                blocks to evict.
+            The run, the index of the first block within the run, and the index after the last
+                block. None if the case is not simple; `planner.plan_eviction` may still find blocks
+                to evict.
         """
         if rule.policy is WritePolicy.WRITE_BACK or self.memory is not None:
             return None

@@ -505,7 +505,7 @@ class Tree:
         return had
 
     def _recount(self, tier: Tier, node: TreeNode, before: int) -> TreeNode | None:
-        """Update the counts after the node's blocks on `tier` changed from `before` in number.
+        """Update counts after the node's blocks on `tier` have changed; `before` was their number.
 
         Return the node that may have become a candidate for eviction, or None.
         """

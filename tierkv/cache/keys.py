@@ -563,9 +563,9 @@ class StoredKey:
         is_tail: True for a tail.
         space: short name of the fingerprint; "" for the fingerprint of the `Names` object that
             builds the name.
-        tail: content of the tail; None for a full block, or if the content is unknown. If the
-            content is known, a list in the store names the tail as a successor of the block before
-            it, so that prompts with a similar tail find it.
+        tail: content of the tail; None for a full block, or if the content is unknown. The store
+            lists tails of known content under the block before them, so that prompts with a similar
+            tail find them.
     """
 
     digest: bytes

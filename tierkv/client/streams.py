@@ -103,7 +103,7 @@ class Events:
         """Wait for the next event, and return it; None at the end of the answer.
 
         Raises:
-            DeadlineError: No bytes came within `gap_s`.
+            DeadlineError: No bytes came for `gap_s` seconds.
             BrokenOffError: The connection was lost.
             NotANodeError: The bytes are no events.
         """

@@ -578,7 +578,7 @@ def check_deadline(deadline_s: float | None) -> None:
 
 
 def events(after: Sequence[Event]) -> tuple[Event, ...]:
-    """Return the argument `after`, a list or tuple of events, as a tuple.
+    """Check that `after` is a list or tuple of events, and return the events as a tuple.
 
     Raises:
         BadRequestError: `after` is something else, or an item is not an event.

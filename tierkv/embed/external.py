@@ -120,9 +120,10 @@ class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
 class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
     """The node's answer to an engine that it accepts: the numbers and sizes of the host slots.
 
-    File descriptors are sent with the answer: one for the memory of each cache group, and one for
-    an end of a socket pair. Each process of the engine keeps this end open while it may copy; after
-    the last has closed it, the node gives the engine's slots to other engines.
+    File descriptors are sent with the answer: one for the memory of each cache group, and one end
+    of a socket pair. Each process of the engine that copies blocks keeps this end of the socket
+    pair open. When all these processes have closed it, the node gives the engine's slots to other
+    engines.
 
     Attributes:
         num_slots: number of host slots, by cache group.

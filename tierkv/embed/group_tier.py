@@ -247,13 +247,13 @@ class GroupTier:
         Args:
             lookup: the prompt's lookup in this cache group so far.
             limit: number of leading tokens of the prompt.
-            max_asked: largest number of blocks to return. If `limit` tokens need more blocks, the
-                number that they need is the largest.
+            max_asked: largest number of blocks to return. If the reuse of `limit` tokens needs more
+                blocks, that number replaces `max_asked`.
 
         Returns:
-            Numbers of the prompt's blocks. For full attention, the list begins with the first block
-                that must be looked up; for a sliding window or a recurrent state, it ends with the
-                last one. [] if no more lookup is needed.
+            Consecutive numbers of the prompt's blocks. Full attention: the first block that must be
+                looked up, and blocks after it. Sliding window and recurrent state: the last such
+                block, and blocks before it. [] if no more lookup is needed.
         """
         try:
             self.group.longest(limit, _Valid(self, lookup, limit, _Asked.RAISES))
@@ -451,8 +451,8 @@ class GroupTier:
             slots: host slot of each block.
 
         Returns:
-            Two values: the length of `positions`; and those of `slots` whose blocks the host had
-                already in other slots. The caller must free the returned slots.
+            The number of blocks given, and the slots that were not used because the host already
+                has their blocks in other slots. The caller must free these slots.
         """
         lookup, unused = self.begin_lookup(prompt), []
         pairs = list(zip(positions, slots, strict=True))

@@ -1152,9 +1152,9 @@ class HostSide:
     async def keep_session(self, session: str, prompt: Prompt, ttl_s: float) -> None:
         """Mark the host blocks of a session: they are evicted after all other host blocks.
 
-        Only blocks of the indexed cache group are marked. A later call for the same session
-        replaces its mark. Beyond 10,000 sessions, the mark of the session with the oldest call
-        ends.
+        Only blocks of full attention layers, which are in the index, are marked. A later call for
+        the same session replaces its mark. Beyond 10,000 sessions, the mark of the session with the
+        oldest call ends.
 
         Args:
             session: id of the conversation.
@@ -1277,7 +1277,7 @@ class HostSide:
         return self._service.stats()
 
     async def verify(self) -> list[str]:
-        """Check that the records of the host tier agree: index, promises and names of blocks.
+        """Check the host tier's records of held, promised and named blocks for contradictions.
 
         Returns:
             A sentence for each error; [] without errors.

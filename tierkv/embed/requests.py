@@ -22,7 +22,7 @@ from tierkv.transfer.mover import LayerGate
 
 
 class Until(Enum):
-    """The progress of a new request at which an admission returns to the engine."""
+    """The point at which a call that admits a new request returns to the engine."""
 
     LOADED = "loaded"  # every cached token is in the block table, or is named as failed
     ADMITTED = "admitted"  # the request has its blocks; the engine waits at `gate`, layer by layer

@@ -122,7 +122,10 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return 1 if self.n is None else self.n
 
     def sampling(self) -> dict[str, float]:
-        """Return the sampling parameters that have an effect, by their names in the nodes' API."""
+        """Return the sampling parameters to send to a node, by their names in the nodes' API.
+
+        Parameters that are missing, or whose value would not change the result, are left out.
+        """
         shares = {"top_p": (self.top_p, 1.0), "min_p": (self.min_p, 0.0)}
         others = {
             "repetition_penalty": (self.repetition_penalty, 1.0),

@@ -459,7 +459,7 @@ class Kernel:
     def launch(
         self, argument: Argument, *, num_ctas: int, num_threads: int, stream: CudaStream
     ) -> None:
-        """Launch the kernel on the GPU that is the calling thread's current one (see `Gpu.bound`).
+        """Launch the kernel on the calling thread's current GPU, which `Gpu.bound` sets.
 
         Args:
             argument: the kernel's argument, which may be changed as soon as this call returns.

@@ -1,4 +1,4 @@
-"""A GPU as a device: lanes between planes and pinned slots, and copies within the GPU.
+"""A GPU as a device: copies of blocks to and from pinned host memory, and within the GPU.
 
 Planes of other processes are read through CUDA IPC.
 """

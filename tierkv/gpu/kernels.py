@@ -78,8 +78,7 @@ def launch_nothing(gpu: Gpu, stream: CudaStream) -> None:
 class PlaneKernels:
     """The GPU kernels that copy blocks between planes and staging memory, and within planes.
 
-    Only one thread at a time may use this object, and `Gpu.bound` must have made the GPU that
-    thread's current one.
+    Only one thread at a time may use this object, inside a `with gpu.bound():` block.
 
     Args:
         gpu: the GPU.

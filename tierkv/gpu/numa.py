@@ -63,7 +63,10 @@ class PcieLink:
 
     @property
     def raw_gb_per_s(self) -> float:
-        """GB/s on the wire at the present speed; about 88 % of it are available for data."""
+        """The link's transfer rate in GB/s at its present speed, packet headers included.
+
+        About 88 % of this rate is available for data.
+        """
         return self.speed * self.width / 8 * (128 / 130)
 
 

@@ -237,9 +237,9 @@ class PagedModel:
             return logits if self._keeps_logits else logits[step.wanted]
 
     def _probe(self) -> None:
-        """Switch the model to attention over blocks.
+        """Switch the model to attention over blocks, and check that its logits stay the same.
 
-        Raise LayoutError if this changes its logits.
+        Raise LayoutError if they differ, or if the model cannot use this attention.
         """
         size = min(self.vocab_size, 1 << 16)
         tokens = np.random.default_rng(0).integers(0, size, _PROBE_TOKENS).astype(np.int32)

@@ -387,9 +387,9 @@ def ticket_name(ticket_id: str, tenant: str) -> str:
 
 
 def as_given(sentence: str) -> str:
-    """Return an error message in which internal names of requests and tickets are replaced.
+    """Return an error message without internal prefixes of request ids and ticket ids.
 
-    A user then sees the id that was given, and no name of a tenant's space.
+    Users see each id in the form in which they gave it, and no name of a tenant's space.
 
     Args:
         sentence: the message.

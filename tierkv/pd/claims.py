@@ -614,9 +614,10 @@ class Claims:
 
 
 async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement] = ()) -> None:
-    """Wait until a ticket's blocks are loaded, then record in the store that it was claimed.
+    """Wait for the loads of a ticket's blocks, then record in the store that it was claimed.
 
-    A failed load is ignored. If the store fails, the ticket stays until it expires.
+    The claim is recorded even if a load failed. If the store fails, no error is raised, and the
+    ticket stays until it expires.
 
     Args:
         tickets: writes the record.

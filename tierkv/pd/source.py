@@ -100,7 +100,10 @@ class PeerSource(Protocol):
         """
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences. Call this only when no claim runs."""
+        """Return a sentence for each wrong count of offered blocks; [] if all are right.
+
+        Call this only while no claim runs.
+        """
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
 

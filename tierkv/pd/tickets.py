@@ -1204,15 +1204,15 @@ class TicketLedger:
         return len(self._holds)
 
     def hold(self, ticket_id: str, release: Callable[[str], None]) -> None:
-        """Register a callback for the end of a ticket.
+        """Register a callback that releases memory when a ticket ends.
 
-        A ticket ends when it is acknowledged, when publishing fails, or when it expires.
+        A ticket ends when it is acknowledged, when publishing fails, or when it expires. The ledger
+        also ends its oldest tickets when it has too many, and all tickets when `running` ends.
 
         Args:
             ticket_id: id of the ticket.
-            release: called once, when the ticket or the ledger has ended, with the reason why the
-                ticket failed, or "" if it did not fail. It releases the memory reserved for the
-                ticket.
+            release: called once, at the end of the ticket, with the reason why publishing failed;
+                "" after any other end.
         """
         self._holds.setdefault(ticket_id, []).append(release)
 

@@ -368,6 +368,11 @@ class WorkerPlanes:
         link.close()
 
     def _reach(self, path: str, deadline: float) -> Link:
+        """Connect to the service at the socket `path`, and receive the host slots for this rank.
+
+        If no connection is possible or the service closes it, retry until `deadline`
+        (time.monotonic).
+        """
         while True:
             try:
                 link = self._link = connect(path, _ANSWER_S)

@@ -1,8 +1,8 @@
 """The reference model: a small transformer over the device planes.
 
-The bits of its logits do not depend on how a prompt is divided into calls (the comment at TILE says
-why), so tests can compare other results with them. Weights made from a seed are the same bytes on
-every machine, with every version of NumPy.
+The bits of its logits do not depend on how a prompt is divided into calls, so tests can compare
+other results with them. Weights made from a seed are the same bytes on every machine, with every
+version of NumPy.
 
 The model has RMSNorm (Zhang & Sennrich 2019), rotary positions (RoPE, Su et al. 2021),
 grouped-query attention (GQA, Ainslie et al. 2023) and SwiGLU (Shazeer 2020).

@@ -161,12 +161,11 @@ class HostLoads:
         )
 
     def of(self, slots: Ids) -> list[Load]:
-        """Return the running loads that write any of `slots`.
+        """Return the running loads whose first block is loaded into one of `slots`.
 
         Args:
-            slots: the device slots of consecutive blocks of a path (a prefix in the index), int32
-                [n]. The range must not begin in the middle of a load: a load is found only by its
-                first slot.
+            slots: device slots, int32 [n]. A load that begins before these slots and continues into
+                them is not found.
         """
         if not self._active:
             return []
@@ -396,7 +395,7 @@ class Starts:
         Args:
             spec: the request.
             match: the cached blocks of its prompt at this moment.
-            fetched: the blocks fetched from storage for it; None for none.
+            fetched: the blocks fetched from storage for the request; None if nothing was fetched.
             passes_by: blocks that another request is computing, and that this request computes
                 itself instead of waiting for them; counted in the statistics. None if there are no
                 such blocks.

@@ -138,7 +138,7 @@ class Budget:
     def stopped(self) -> Iterator[None]:
         """Pause the count of seconds inside the `with`, which copies fetched blocks to the device.
 
-        Leaving the `with` counts as an arrival of blocks, which can extend the wait.
+        The end of the `with` counts as an arrival of blocks, which can extend the wait for storage.
         """
         self._spent_s, self._is_stopped = self._spent(), True
         self._reschedule()

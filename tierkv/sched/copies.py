@@ -428,10 +428,9 @@ class Copies:
                     self._start_down(part, first + start, first + stop, to_storage=is_stored)
 
     def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
-        """Set `masks` to False at those blocks of `needed` for which the host has no slot.
+        """Clear `masks` where `needed` is True, except at its first `room` True blocks.
 
-        The first `room` blocks that are True in `needed` get a slot. Return the number of blocks
-        that get one.
+        Return the number of blocks that stay: those for which the host has a slot.
         """
         # Otherwise each copy's task would find out by itself, and again at each admission, that the
         # host is too small for the prompt.

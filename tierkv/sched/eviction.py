@@ -55,21 +55,21 @@ class TierStats:
 
 
 class Eviction:
-    """Frees slots by evicting blocks, or starts the copies to a lower tier that must be made first.
+    """Frees slots by evicting blocks.
 
-    No call waits for a copy.
+    Blocks that must be kept are first copied to the tier below. No call waits for such a copy.
 
     Args:
         index: the index of all blocks.
         slots: slots of device and host.
         work: wakes waiting callers when slots may have become free.
-        rules: by tier, the rule for copies to the tier below.
+        rules: for device and for host, when blocks are copied to the tier below.
         events: publishes evictions.
 
     Attributes:
         on_the_way: by tier, the number of slots that running copies to the tier below will free.
-        copy_down: starts the copy that must end before the blocks of a planned step may leave a
-            tier; set by the owner of the copies.
+        copy_down: function that starts the copy of blocks to the tier below, before they are
+            evicted; set by `Copies`.
         history: the latest evictions and failures, for explanations of misses.
     """
 
@@ -234,14 +234,14 @@ class Eviction:
     def shrink_to_quota(self, tier: Tier, space: Space) -> bool:
         """Evict unused blocks of `space` that exceed its quota.
 
-        One call evicts at most _AT_ONCE blocks, because it blocks the event loop.
+        One call evicts a limited number of blocks, because the event loop cannot run meanwhile.
 
         Args:
             tier: the tier to evict from.
             space: the space (part of the index for one fingerprint) with the quota.
 
         Returns:
-            True if some blocks were evicted and more can be.
+            True if some blocks were evicted and another call can evict more.
         """
         quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
         if quota is None or order is None:

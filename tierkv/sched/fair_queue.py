@@ -334,7 +334,8 @@ class WaitingLine:
     def ordered(self) -> list[Waiting]:
         """Return all waiting requests in the order in which they should be admitted.
 
-        Higher priority comes first, then the space that was given fewer blocks, then the earlier
+        Requests are sorted by priority (highest first), then by the number of blocks that their
+        space (part of the index for one fingerprint) was given before (fewest first), then by
         arrival.
         """
         return sorted(

@@ -210,11 +210,10 @@ class Lifecycle:
                 self._tiers.eviction.evict_below(tier, node, start)
 
     def _forget_lacking(self, tier: Tier, node: TreeNode, start: int) -> None:
-        """Remove the blocks that only `tier` (device or host) has, and all blocks after them.
+        """Remove blocks without a ready copy on the other tier, and all blocks after them.
 
-        The call looks at the blocks of `node` from index `start` on, and at those of all nodes
-        below it. Blocks after a removed one are removed from both tiers, because no match reaches
-        them.
+        The search begins at index `start` of `node` and includes all nodes below; copies on `tier`
+        (device or host) do not count.
         """
         pending = [(node, start)]
         while pending:

@@ -293,11 +293,10 @@ class Computing:
         return PromiseWait(promise, shared, patience_s, left_s <= compute_s, compute_s)
 
     def is_worth_it(self, wait: PromiseWait) -> bool:
-        """Return whether waiting for another request's blocks seems faster than computing them.
+        """Return whether waiting for another request's blocks seems better than computing them.
 
-        Waits in which the blocks did not come in time also decide. After each such wait in a row,
-        more of the next requests compute without a wait. No request waits while these waits have
-        cost too many seconds in total.
+        After waits in which the blocks came too late, the answer is False for some requests. Once
+        such waits have cost too many seconds in total, the answer is False for all.
         """
         return wait.is_sooner and not self._skip and self._regret.seconds > 0
 
@@ -800,9 +799,9 @@ class Running:
         return self._of_space.get(space, _NO_USE)
 
     def use_of(self, space: str) -> SpaceUse:
-        """Return the numbers of running requests and of private blocks of one space.
+        """Return how many running requests and private blocks one space has.
 
-        A new request gets this object as its `use`.
+        A new request of the space stores the returned object as its `use`.
         """
         use = self._of_space.get(space)
         return SpaceUse() if use is None else use

@@ -153,13 +153,13 @@ class Work:
     def start(
         self, work: Coroutine[None, None, None], name: str, *, space: str | None = None
     ) -> None:
-        """Run `work` in a task; `running` waits for its end.
+        """Run `work` in a task; the exit of `running()` waits until the task has ended.
 
         Args:
             work: the coroutine to run.
             name: name of the task.
-            space: name of the space (part of the index for one fingerprint) whose blocks can be
-                evicted at the end of the task; None if the task makes no room.
+            space: name of the space (part of the index for one fingerprint) from which blocks can
+                be evicted once the task has ended; None if the task does not help to free slots.
 
         Raises:
             ShuttingDownError: the node is stopping after a failure.

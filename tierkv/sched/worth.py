@@ -278,9 +278,10 @@ class PrefillSpeed:
         return min(max(sample, 1), tokens)
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Record a prefill time that the engine reports.
+        """Record a prefill time that the engine itself reports.
 
-        The first report discards all times given to `observe`; later calls of `observe` do nothing.
+        These times are more exact than those that tierkv measures. The first report therefore
+        discards all times given to `observe`, and later calls of `observe` do nothing.
 
         Args:
             tokens: number of computed tokens.

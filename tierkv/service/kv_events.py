@@ -39,11 +39,14 @@ _ENDPOINT = re.compile(r"tcp://(?P<host>\*|\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}|i
 
 
 class EventForm(Enum):
-    """The encoding of an event.
+    """The encoding of cache events, which tell routers about stored and removed blocks.
 
-    MAP: a map of field names to values, with 32-byte hashes (vLLM). MAP_INT: such a map, with the
-    last 8 bytes of each hash as an integer (SGLang). ARRAY: the values in the order of the fields,
-    with integer hashes (older releases of vLLM and SGLang).
+    MAP: a map of field names to values, with 32-byte hashes (vLLM).
+
+    MAP_INT: such a map, with the last 8 bytes of each hash as an integer (SGLang).
+
+    ARRAY: the values in the order of the fields, with integer hashes (older releases of vLLM and
+    SGLang).
     """
 
     MAP = "map"

@@ -310,7 +310,7 @@ class Service:
 
     @property
     def planes(self) -> Planes:
-        """The device's memory for blocks. It is another object after `wake`."""
+        """The device's memory for blocks. Each `wake` replaces this object by a new one."""
         return self._memory.planes
 
     @property
@@ -584,7 +584,7 @@ class Service:
 
     @property
     def deletions(self) -> Deletions:
-        """Number of times this service deleted its stored values, and if it is deleting now."""
+        """Number of this service's deletions of its stored values, and whether one is running."""
         return self._storage_tier.deletions
 
     @property

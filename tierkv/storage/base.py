@@ -416,8 +416,8 @@ def read_fully(fd: int, views: Sequence[memoryview], digest: Digest | None = Non
     Args:
         fd: descriptor of the file.
         views: the buffers to fill.
-        digest: receives each piece right after it is read, while it is in the processor's cache;
-            None for none.
+        digest: checksum to update with each piece right after it is read, while it is in the
+            processor's cache; None to compute no checksum.
 
     Raises:
         OSError: the file cannot be read.

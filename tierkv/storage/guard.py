@@ -76,26 +76,27 @@ class ResilienceSettings:
 
     Attributes:
         timeout_s: seconds that a read or an existence check may take, without the time for its
-            bytes. Set it above the store's own time limit, which has clearer errors. A request
-            stops waiting earlier, after cache.fetch_deadline_s, if that is shorter.
+            bytes. Set a value above the time limit of the store's own client, whose error messages
+            are clearer. A request stops waiting earlier, after cache.fetch_deadline_s, if that is
+            shorter.
         slowest_bytes_per_s: lowest accepted transfer rate, in bytes per second. An operation may
             take its timeout and, in addition, the time that its bytes take at this rate.
         write_timeout_s: seconds that a batch of writes may take, without the time for its bytes.
         failures_to_open: number of failed operations in a row after which the store is not used
             until it answers a probe.
         probe_interval_s: seconds between probes of a failed store.
-        retries_per_operation: average number of retries per operation except writes: 0.1 allows
-            one retry in ten operations.
-        max_reads: largest number of operations except writes that are under way at the store; up to
-            1,024 more wait.
+        retries_per_operation: average number of retries per operation: 0.1 allows one retry in ten
+            operations. Writes do not count.
+        max_reads: largest number of operations, without writes, that are under way at the store; up
+            to 1,024 more wait.
         write_batches: largest number of batches of writes under way. For a layered store, this
             number counts for each of its stores.
         max_waiting_write_bytes: largest number of bytes of waiting writes; beyond it, writes of the
             least valuable blocks are dropped.
         full_pause_s: seconds without writes after the store was full.
-        negative_ttl_s: seconds for which the store is not asked again for a name that it has
-            reported missing, for up to 65,536 names. Reading a ticket ends this for all names,
-            because the node that published the ticket has written values.
+        negative_ttl_s: seconds for which a name that the store has reported missing is not looked
+            up again. At most 65,536 such names are remembered. All are forgotten when a ticket is
+            read, because the node that published the ticket has written values.
     """
 
     timeout_s: float = 3.0

@@ -204,9 +204,9 @@ class Places:
 
     @property
     def attached(self) -> Mapping[str, Store]:
-        """The attached stores, by the `prefix:fingerprint` of their names.
+        """The attached stores, by the route (`prefix:fingerprint`) of the names that they keep.
 
-        "" for the common store.
+        The key of the common store is "".
         """
         every = {"": self._common} | self._own
         return {route: one.store for route, one in every.items() if one is not self._nothing}

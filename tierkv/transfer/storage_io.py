@@ -1168,7 +1168,7 @@ class Toucher:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the task that renews the times to live, for as long as the context is entered.
+        """Renew the time to live of queued stored blocks while this context is entered.
 
         Renewals that are still queued at the exit are dropped.
         """

@@ -442,9 +442,10 @@ class Claimer:
                 self._hang_up()  # an answer may still be on its way
 
     async def _was_held(self, channel: Channel, address: DirectAddress) -> bool:
-        """Ask whether the producer protected the blocks of its last answer until now.
+        """Ask whether the blocks of the producer's last answer were protected until now.
 
-        The question ends the protection. The result is False if the producer does not answer.
+        The question ends the protection from eviction. Return False if the producer does not
+        answer.
         """
         nothing = DirectAsk(offer=address.offer, first=0, stop=0)
         try:
@@ -483,8 +484,8 @@ class Claimer:
     async def failure(self) -> str:
         """Ask the producer why it has given up the publish.
 
-        The call opens a connection of its own. A question on the connection of `ask` would let the
-        producer evict the blocks of its last answer.
+        The call opens a connection of its own. After a new question on the connection that `ask`
+        uses, the producer could evict the blocks that its last answer offered.
 
         Returns:
             The reason; "" if the producer has not given up, or does not answer.

@@ -198,7 +198,10 @@ class MooncakeSettings:
 
     @property
     def halt_s(self) -> int:
-        """The seconds after which a call fails if a machine that has values sends no byte."""
+        """The time in seconds after which a read or write fails if a provider moves no byte.
+
+        Providers are the nodes that lend memory to the store.
+        """
         return math.ceil(min(self.connect_timeout_s, _LONGEST_HALT_S))
 
     @property

@@ -515,9 +515,10 @@ ACCEPTED = "mooncake://master-host:port"
 class MooncakeStore(BaseStore):
     """A `Store` on a Mooncake cluster.
 
-    Mooncake evicts values that can be replaced (tickets) last. If several callers put one name at
-    the same time, one sends the value; all other callers get STORED or EXISTED at once, before the
-    value can be read.
+    When its memory is full, Mooncake evicts values that can be replaced (tickets) last.
+
+    If several nodes put a value with the same name at once, only one node sends the bytes. The
+    other nodes get STORED or EXISTED immediately, although the value cannot be read yet.
     """
 
     def __init__(self, url: str, settings: MooncakeSettings) -> None:

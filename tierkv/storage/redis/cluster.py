@@ -341,7 +341,10 @@ def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
 
 
 def _host(host: object, more: Sequence[object]) -> str:
-    """Return the host in an entry of CLUSTER SLOTS, or "" for the answering node's host."""
+    """Return a server's host from CLUSTER SLOTS; "" for the host of the server that answered.
+
+    `more` is the remainder of the server's list in the answer, which may contain its IP address.
+    """
     name = host.decode("utf-8", "replace") if isinstance(host, bytes) else ""
     match more:
         case [_, [*_, b"ip", bytes(ip)], *_] if name == _UNNAMED:
@@ -481,6 +484,10 @@ class Topology:
         return member
 
     async def _use_table(self, table: list[Address | None]) -> None:
+        """Use a new table of hash slots: connect to new servers, and close servers that it lacks.
+
+        A server that still has users stays open, and the table is read again.
+        """
         known = set(masters(table))
         for member in [self._join(address) for address in known]:
             if member is not None:

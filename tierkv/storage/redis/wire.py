@@ -344,9 +344,8 @@ class WireRequest:
             reply, for example because its caller was cancelled.
         num_retries: number of times that the request was queued again.
         is_login: True for AUTH and SELECT, which concern only the connection that sends them.
-        is_once: True if a second attempt could have another result, as with UNLINK, which counts
-            the removed values. `may_retry` becomes False when the connection is lost, because the
-            server may have carried the request out.
+        is_once: True for a command such as UNLINK, whose result would be different the second time.
+            After a lost connection such a request is not sent again.
         complete: fills in bytes of `pieces` that are not known before they are sent, such as a
             checksum; None if all bytes are known.
     """
