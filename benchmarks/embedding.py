@@ -169,7 +169,7 @@ def own_blocks(
         for at in range(count):
             prompt = Prompt.of([at] * (layout.block_size * num_blocks), layout.block_size)
             _save_and_load(cache, planes, times, str(at), prompt)
-    where = "its own" if node is None else "a node's"
+    where = "own" if node is None else "a node's"
     what = f"{where} host tier, {len(layout.planes)} planes"
     return times.rows(f"engine's own blocks, {what}", against=against)
 

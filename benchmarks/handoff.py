@@ -81,7 +81,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "network": {"direct": DirectPath.NETWORK, "direct_host": "127.0.0.1"},
     "device": {"direct": DirectPath.DEVICE},
 }
-WAY_NAMES = {"memory": "from memory", "network": "over TCP", "device": "from device to device"}
+WAY_NAMES = {
+    "memory": "from the producer's host memory",
+    "network": "over TCP",
+    "device": "from device to device",
+}
 
 
 def now_s() -> float:
@@ -377,7 +381,10 @@ def beyond_storage(redis: RedisServer, num_tokens: int, rounds: int, device: str
     bare = row(f"redis: puts and gets {what}, no checksums", taken["bare"], "ms")
     path = row(f"redis: from and into slots {what}, checksums", taken["path"], "ms", against=bare)
     lanes = row(
-        "redis: the same, with the device's lanes", taken["path and lanes"], "ms", against=bare
+        "redis: the same bytes alone, through the device's lanes",
+        taken["path and lanes"],
+        "ms",
+        against=bare,
     )
     moved, handed = f"redis: publish and claim {what}", taken["handed over"]
     each = {

@@ -362,7 +362,7 @@ async def redis_job(server: RedisServer, program: Path | None, job: Job, rounds:
         limit, one_each, raw = programs.enter_context(limits(program, server.port, job))
         contenders: list[Contender] = [
             ("limit", lambda: limit("set"), lambda: limit("get")),
-            ("limit, one each", lambda: one_each("set"), lambda: one_each("get")),
+            ("limit, one value in flight", lambda: one_each("set"), lambda: one_each("get")),
             ("redis-py", lambda: theirs.set(job), lambda: theirs.get(job)),
             ("redis-py, no checksums", lambda: bare.set(job), lambda: bare.get(job)),
             ("tierkv", lambda: ours.set(job), lambda: ours.get(job)),
@@ -399,7 +399,7 @@ def _redis_rows(figures: dict[str, list[float]], job: Job) -> list[Row]:
         limit = row(f"{_label(job)} {verb} limit", figures[f"{verb} limit"], "GB/s")
         one_each, theirs, bare = (
             row(f"{_label(job)} {verb} {who}", figures[f"{verb} {who}"], "GB/s")
-            for who in ("limit, one each", "redis-py", "redis-py, no checksums")
+            for who in ("limit, one value in flight", "redis-py", "redis-py, no checksums")
         )
         ours = figures[f"{verb} tierkv"]
         rows += [limit, one_each, theirs, bare]
@@ -407,13 +407,13 @@ def _redis_rows(figures: dict[str, list[float]], job: Job) -> list[Row]:
             rows.append(row(f"{_label(job)} raw socket", raw, "GB/s"))
         rows.append(row(f"{_label(job)} {verb} tierkv", ours, "GB/s"))
         # Within a round: between two the machine itself moves by more than clients differ.
-        others = ("limit", "limit, one each", "redis-py", "redis-py, no checksums")
+        others = ("limit", "limit, one value in flight", "redis-py", "redis-py, no checksums")
         best_other = max(others, key=lambda who: median(figures[f"{verb} {who}"]))
         named = [(who, who) for who in others]
         for what, who in [*named, (f"the best other ({best_other})", best_other)]:
             pairs = zip(ours, figures[f"{verb} {who}"], strict=True)
             each = [mine / other for mine, other in pairs]
-            rows.append(row(f"{_label(job)} {verb} tierkv, each round to {what}", each, "x"))
+            rows.append(row(f"{_label(job)} {verb} tierkv over {what}", each, "x"))
     return rows
 
 
