@@ -89,7 +89,7 @@ class Once(Generic[T]):
     async def call(
         self, key: Hashable, content: bytes, *, stays_open: bool = True
     ) -> AsyncIterator[OnceCall[T]]:
-        """Run the `async with` block as a call with `key`, or give it an earlier call's result.
+        """Provide the result for `key`, from an earlier call or from the `async with` block.
 
         If an earlier call with this key is still computing, this call waits for its result before
         the block runs. If the earlier call is cancelled, one of the waiting calls computes the
@@ -103,7 +103,8 @@ class Once(Generic[T]):
                 the block ends.
 
         Yields:
-            The call. If its `result` is None, the block must compute the result and set it.
+            The call. Its `result` is the earlier call's result. If it is None, the block must
+                compute the result and set it.
 
         Raises:
             DuplicateRequestError: An earlier call with this key had other content.

@@ -103,7 +103,10 @@ class _Stream:
                 self.scope.reschedule(asyncio.get_running_loop().time())
 
     async def done(self, answer: GenerateAnswer | None) -> web.StreamResponse:
-        """Send the text that the decoder holds back, and then `answer` as the event "done"."""
+        """Send the text that the decoder holds back, and then `answer` as the event "done".
+
+        The data of the event is `null` if `answer` is None.
+        """
         if rest := self._decoder.rest():
             await self._tokens_event((), (), rest=rest)
         return await self.event("done", msgspec.json.encode(answer))

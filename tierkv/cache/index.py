@@ -136,7 +136,7 @@ class Spaces:
         return [root for root in self._retired if name in (None, root.space.name)]
 
     def is_retired(self, node: TreeNode) -> bool:
-        """Return whether `node` is in the tree of a space before a reset: no prompt matches it."""
+        """Return whether a run belongs to a retired root, so that no prompt matches its blocks."""
         if not self._retired:
             return False
         while node.parent is not None:

@@ -163,14 +163,14 @@ class ShardScheme:
         Args:
             reader: the rank whose slice is filled.
             payloads: bytes of each stored slice by the rank that has written it, uint8 [stored
-                bytes]. The slices must contain all of the reader's slice, and be written by ranks
-                of one number of ranks.
+                bytes]. Together the slices contain all of the reader's slice. All writing ranks
+                belong to the same number of ranks (`Shard.size`).
             target: uint8 [stored bytes of the reader's slice], written.
             num_tokens: number of tokens of a partial block; None for a full block.
 
         Raises:
-            LayoutError: a slice is missing or has a wrong length, or the slices are of different
-                numbers of ranks; the content of `target` is then undefined.
+            LayoutError: a slice is missing or has a wrong length, or the slices differ in
+                `Shard.size`; the content of `target` is then undefined.
         """
         sizes = {shard.size for shard in payloads}
         if len(sizes) != 1:

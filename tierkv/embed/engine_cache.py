@@ -1098,7 +1098,8 @@ class EngineCache:
         Args:
             session: id of the conversation.
             prompt: the last turn's prompt and answer; only blocks that were saved before are kept.
-            ttl_s: seconds until the blocks are evicted in the usual order again; 0 for now.
+            ttl_s: seconds until the blocks are evicted in the usual order again; 0 ends the
+                protection at once.
         """
         self._host.call(HostSide.keep_session, session, prompt, ttl_s)
 

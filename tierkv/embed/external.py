@@ -608,6 +608,8 @@ class EngineListener:
 
         `come` is the engine's connection and its first message. `theirs` is a socket that is sent
         with the memory, and that the engine's processes keep open for as long as they run.
+        `max_reserved` is, for each cache group, the largest number of host slots that the engine
+        may have reserved.
         """
         end, hello = come
         link, sizes = Link(end), self._sizes

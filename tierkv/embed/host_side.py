@@ -732,10 +732,10 @@ class HostSide:
         bound: int,
         answered: asyncio.Future[str | None],
     ) -> None:
-        """Fetch the missing blocks of a lookup, and record the speed of storage.
+        """Fetch the missing blocks of a lookup, and set `answered` when the fetch ends.
 
-        Set `answered` to the error because of which blocks are missing, or to None. If the engine
-        may compute the missing tokens, the fetch ends after `cache.fetch_deadline_s` seconds.
+        The result of `answered` is the reason why blocks are still missing, such as the deadline,
+        or None.
         """
         service, time = self._service, asyncio.get_running_loop().time
         tier, began_at = service.estimator.tier, time()
@@ -768,8 +768,7 @@ class HostSide:
     ) -> str | None:
         """Fetch the missing blocks of the first `bound` tokens, and fill `fetch.promise`.
 
-        The promise protects the blocks on the host from eviction. Return the reason why a block did
-        not arrive; None if all arrived.
+        Return the reason why a block did not arrive; None if all arrived.
         """
         lookups, problem, estimator = self._begin_lookups(prompt), None, self._service.estimator
         time = asyncio.get_running_loop().time

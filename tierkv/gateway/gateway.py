@@ -353,9 +353,9 @@ class Gateway:
         self.is_draining = True
 
     def end_grace(self) -> None:
-        """Cancel the running prompts when the gateway shuts down, without a grace time.
+        """End the grace time of a shutdown: cancel all prompts that clients are waiting for.
 
-        If a call of `idle` is waiting for the prompts, they are cancelled now. If not, the next
+        If a call of `idle` is waiting for these prompts, they are cancelled now. If not, the next
         call of `idle` cancels them at once.
         """
         self._working.end_grace()

@@ -84,8 +84,8 @@ class PrefixMemory:
             tokens: The prompt's token ids, as little-endian int32 bytes; only the first 65,536
                 tokens are remembered.
             url: URL of the node.
-            num_recoveries: Number of times that the node has become ready again after failures.
-                When it grows, the prompt no longer counts as cached.
+            num_recoveries: Number of times so far that the node has become ready again after
+                failures. After the next such recovery, the prompt no longer counts as cached.
         """
         alone = ((url, num_recoveries),)
         for digest in _chain(tokens[:REMEMBERED_BYTES]):

@@ -424,8 +424,10 @@ class Claims:
         Args:
             spec: the request.
             ticket_id: id of the ticket.
-            policy: the action if the ticket or a block cannot be read: refuse the claim or compute
-                the missing blocks. RECOMPUTE_ALL computes the whole prompt without a ticket.
+            policy: what happens if the ticket or a block cannot be read. WHOLE refuses the claim.
+                RECOMPUTE continues, if need be without the ticket, and computes what is neither
+                cached nor fetched. RECOMPUTE_ALL does not look for the ticket and computes the
+                whole prompt.
             deadline_s: seconds that the claim may wait for the ticket and for free blocks, in
                 total. A request that continues without a ticket waits for free blocks without this
                 limit.
@@ -433,8 +435,8 @@ class Claims:
                 of the ticket; {} to accept any.
 
         Returns:
-            The running request, and its ticket. The ticket is None if the request continues without
-                one and computes what is not cached.
+            The running request, and its ticket; None in place of the ticket if the request
+                continues without one.
 
         Raises:
             HandoffError: the prompt could not be claimed; the reason is a HandoffProblem.
@@ -787,8 +789,8 @@ class LoadsAhead:
     Args:
         spec: the claim's request.
         scheduler: loads the blocks.
-        has_room: returns True if no request waits and the device has room for this number of
-            blocks.
+        has_room: a function of a number of blocks; returns True if the device has room for so many
+            blocks and no request waits.
     """
 
     def __init__(

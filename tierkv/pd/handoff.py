@@ -229,7 +229,7 @@ class PromptBlocks(Protocol):
 
         Args:
             ticket_id: id of the ticket.
-            ledger: calls back when the ticket has ended, to end the offer.
+            ledger: notices the end of the ticket, which ends the offer.
 
         Returns:
             The address at which claiming nodes ask for the blocks; None if other nodes cannot read

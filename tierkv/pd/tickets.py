@@ -462,17 +462,17 @@ class Tickets:
     """Reader and writer of tickets in storage, for one node.
 
     Args:
-        storage: reads and writes blocks in the store that also has the tickets.
-        values: reads and writes small values, such as tickets, in this store.
+        storage: the store that has the tickets, with its names, clock and record of deletions.
+        values: reads and writes tickets and other small values in the same store.
         tiers: the tiers of the node, which compute the keys of a prompt's blocks and run the tasks
             that send hints.
-        fingerprints: the fingerprints of this node by the name of their space, the main one under
-            "". Entries may be added later.
+        fingerprints: the fingerprints of this node by the name of their space; "" is the name of
+            the node's own. The caller may add fingerprints to this mapping later.
         lease: the liveness lease of this node.
         ticket_ttl_s: seconds that a decode node has to claim a ticket.
         claimed_ttl_s: seconds that a ticket stays in the store after its acknowledgement, for a
             second claim.
-        name: this node's name, for people.
+        name: this node's name, which tickets and acknowledgements contain.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators, and settings

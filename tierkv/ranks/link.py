@@ -152,7 +152,9 @@ class LinkClosedError(TransferError):
 
 
 class Link:
-    """One end of a connection. Several threads may send; one thread may receive.
+    """One end of a Unix socket connection between two processes, such as scheduler and worker.
+
+    Several threads may send; only one thread may receive.
 
     Args:
         end: the connected Unix socket, which `close` closes.

@@ -199,12 +199,13 @@ class WaitingLine:
         self._given.pop(space, None)
 
     def given(self, space: str, num_blocks: int) -> None:
-        """Add an admitted request's blocks to those given to its space.
+        """Record that a request of `space` was admitted with `num_blocks` blocks.
 
-        The space that was given the fewest blocks is next.
+        At equal priority, the waiting requests of the space with the fewest recorded blocks are
+        admitted first.
 
         Args:
-            space: name of the space of the request.
+            space: name of the space (part of the index for one fingerprint).
             num_blocks: number of blocks that were reserved for the request.
         """
         before = self._given.get(space, 0)

@@ -78,11 +78,9 @@ class _Group:
     """Up to GROUP_BLOCKS consecutive blocks that are fetched together.
 
     Attributes:
-        keys: storage keys of the blocks.
         slots: host slots that are written, int32 [len(keys)].
-        space: the space (part of the index for one fingerprint) of the prompt.
         kept: True for each slot that belongs to the index now, bool [len(keys)].
-        has_ended: True once all other slots are free again.
+        has_ended: True once the slots that do not belong to the index are freed.
     """
 
     keys: Sequence[StoredKey]

@@ -408,7 +408,7 @@ class TierSpeed:
         self._seconds = self._seconds * _DECAY + moving_s
 
     def begin(self, num_bytes: float, now: float) -> Transfer:
-        """Count the bytes of a new transfer as queued: estimates of later transfers include them.
+        """Count the bytes of a new transfer as queued, so that later estimates include them.
 
         Args:
             num_bytes: bytes of the transfer.

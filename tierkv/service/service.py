@@ -157,7 +157,7 @@ class Freed:
     """The outcome of `Service.free`.
 
     Attributes:
-        held_copies: number of copies of blocks that stay on device and host, because requests, pins
+        held_copies: number of copies of blocks, on device or host, that stay because requests, pins
             or running copies use them.
         removed_values: number of values removed from storage.
     """
@@ -236,8 +236,8 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Allocate memory, run the service while the `async with` block runs, then free the memory.
 
-        After the block, wait for every copy and check for leaks. The service can run again later;
-        fingerprints that were added to its own must then be added again.
+        After the block, wait for every copy and check for leaks. The service can run again later.
+        All fingerprints except the service's own must then be added again.
         """
         self.is_draining = False
         self.failure = None

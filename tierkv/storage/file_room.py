@@ -498,7 +498,9 @@ class Room:
         self.num_evictions = 0  # evictions that removed something
 
     def make(self, num_bytes: int, remove: Callable[[str], bool]) -> str:
-        """Evict values until the store's limits allow `num_bytes` more bytes, and count them.
+        """Make room for a new value: evict values until the store's limits allow it.
+
+        If there is room, the new value's bytes are counted as used.
 
         Args:
             num_bytes: size of the new value.

@@ -173,10 +173,10 @@ class Places:
     """
 
     def __init__(self, store: Store | None = None) -> None:
-        """Create an object without attached stores.
+        """Create the set of stores; no store is attached yet.
 
         Args:
-            store: the common store, which `running()` attaches; None for none.
+            store: the common store, which `running()` attaches; None if there is no common store.
         """
         self._first = store
         self._nothing = self._common = _Attached(_NoStore())

@@ -286,13 +286,15 @@ class MooncakeValues:
     def put(self, items: Sequence[PutItem], given_up: Event) -> list[PutOutcome]:
         """Write values, and return one outcome per value.
 
-        If several callers write one name at the same time, one of them sends the value; Mooncake
-        answers all other callers at once that the value is stored.
+        If several nodes write a value with the same name at once, only one of them sends the bytes;
+        the other nodes are told at once that the value is stored.
 
         Args:
-            items: one batch of `batches_to_put`.
-            given_up: shared by all batches of a caller. A batch that waits long and gets no answer
-                sets the event; batches that begin later then fail at once.
+            items: the values; the batches of `batches_to_put` have the largest size that is
+                allowed.
+            given_up: an event that the caller shares between all its batches. A call sets this
+                event if Mooncake gives no answer for `halt_s / 2` seconds or more. A call that
+                begins with the event set writes nothing, and its outcomes are FAILED.
         """
         if given_up.is_set():
             return [PutOutcome(PutStatus.FAILED, self._unsent(item.name)) for item in items]

@@ -347,8 +347,8 @@ class RedisNode:
 
         Args:
             command: verb and arguments.
-            num_bytes: largest length of the reply in bytes, which extends the time limit; 0 for a
-                number or a line.
+            num_bytes: largest length of the reply in bytes, which extends the time limit; 0 if the
+                reply is only an integer or a short line of text.
 
         Raises:
             StoreUnavailableError: the server refused the command or did not answer.
