@@ -1865,10 +1865,9 @@ def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
 
 
 def _dtype_of_state(spec: KVCacheSpec) -> str:
-    """Return dtype and shape of each array of a recurrent state as one string.
+    """Return dtype and shape of each array of a recurrent state: "torch.float32[24, 64] ...".
 
-    Example: "torch.float32[24, 64]". The arrays are separated by spaces. The text becomes the dtype
-    of the plane that stores the state.
+    Raise ConfigError if the setting mamba_cache_mode is not "align".
     """
     if spec.mamba_cache_mode != "align":
         raise ConfigError(

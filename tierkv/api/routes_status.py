@@ -358,10 +358,10 @@ class NodeLiveRoutes(Routes):
         return tenant is None or self._node.service.tenant_of(space) == tenant
 
     def _news(self, tenant: str | None) -> Iterator[list[tuple[str, bytes]]]:
-        """Yield the news for one viewer of the live page: events, as pairs of name and JSON.
+        """Yield lists of events for one viewer of the live page: changes since the list before.
 
-        Each item has only what has changed since the item before. With a `tenant`, requests and
-        prefixes of other tenants are left out; None includes all.
+        An event is a pair of name and JSON. With a `tenant`, other tenants' requests and prefixes
+        are left out; None includes all.
         """
         timelines, version, refreshed = self._node.service.timelines, 0, 0
         while True:

@@ -901,10 +901,10 @@ class HostSide:
 
     @asynccontextmanager
     async def _room(self, num_blocks: list[int]) -> AsyncIterator[HostPromise]:
-        """Wait until `num_blocks` more host blocks may be protected, and yield a promise for them.
+        """Wait until `num_blocks` more host blocks can be protected; yield a promise for them.
 
-        `num_blocks` has a number for each cache group. Waiting calls continue in the order of their
-        arrival. If the `async with` block raises, the promise is released.
+        `num_blocks` has a number for each cache group. The promise is released if the `async with`
+        block raises.
         """
         promise = HostPromise(0)
         async with self._turn:

@@ -79,9 +79,8 @@ class _Held:
     """A running request of the engine.
 
     Attributes:
-        session: the request in the service.
-        turn: a lock that operations acquire in the order of their calls.
-        tasks: operations that run or wait for the lock.
+        turn: a lock that gives the request's operations their order: that of their calls.
+        tasks: the request's operations that run or wait for the lock.
     """
 
     session: Session

@@ -550,8 +550,8 @@ class Claims:
     ) -> Request:
         """Fetch the prompt and admit the request; raise HandoffError if too few blocks arrive.
 
-        If all blocks must arrive, a failing store is asked again until `give_up_at`. Blocks for
-        which the host has no room are fetched in portions after the admission.
+        If all blocks must arrive, the fetch is repeated until `give_up_at` (loop time) while the
+        store fails.
         """
         prompt, pause_s = spec.prompt, _FIRST_PAUSE_S
         while True:

@@ -160,8 +160,7 @@ class Portions:
     ) -> GetOutcome | None:
         """Fetch a portion into the staging slots of `group`, and load it into the request's blocks.
 
-        Return the first outcome that is not a hit; None if all blocks arrived. Nothing is loaded if
-        the caller has stopped waiting or no budget is left.
+        Return None if all blocks were loaded, otherwise the reason why a block was not.
         """
         at = request.lease.num_blocks
         budget.arrived()

@@ -587,10 +587,9 @@ class Room:
         return used is not None and used + num_bytes <= self._capacity_bytes
 
     def _lacking_bytes(self, num_bytes: int) -> int:
-        """Return the number of bytes to free on the disk before `num_bytes` bytes are written.
+        """Return the bytes to free so that, after writing `num_bytes`, `min_free_bytes` are free.
 
-        After the write, `min_free_bytes` must still be free. The result is 0 or less if nothing has
-        to be freed.
+        The result is 0 or less if nothing has to be freed.
         """
         if not self._min_free_bytes:
             return 0

@@ -598,7 +598,9 @@ class StorageIO:
             size = other
 
     async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
-        """Return, for each key, True if a node with as many ranks as this has stored the block.
+        """Return, for each key, True if the store has the block from nodes of as many ranks.
+
+        The number of ranks is that of this node.
 
         Raises:
             StoreUnavailableError: the store did not answer.
