@@ -44,7 +44,7 @@ or a producer failed."""
 
 _OF_AIOHTTP = {
     404: "There is no such route: `GET /openapi.json` lists all.",
-    405: "The route has no such method: use one of the header `Allow`.",
+    405: "The path has no such method: use a method that the answer's header `Allow` names.",
     413: "The body exceeds `node.max_body_bytes`: make it smaller.",
 }
 
