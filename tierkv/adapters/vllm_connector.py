@@ -1396,7 +1396,7 @@ class _SchedulerSide:
     def pop_counts(self) -> TierKVStats | None:
         """Return tierkv's counts since the last call, for vLLM's metrics; None without any.
 
-        While requests run, the counts are returned only in steps in which saves can begin.
+        While requests run, most engine steps return None and keep the counts for a later step.
         """
         if not self._counts or (self._tracked and not self._is_saving_step):
             return None

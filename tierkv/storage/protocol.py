@@ -722,7 +722,8 @@ class Store(Protocol):
         twice if other values are written or removed during the listing.
 
         Args:
-            prefix: start of the values' names: a name, or a name and a colon.
+            prefix: the text with which the values' names begin, one or more fields: `a` also
+                matches `ab`, and `a:` matches only names whose first field is `a`.
             limit: largest number of values in the page, approximately; at least 1.
             cursor: `cursor` of the previous page; None for the first page.
 
