@@ -128,7 +128,7 @@ class Embedded:
 
     @property
     def calls(self) -> Exchange:
-        """The `Exchange` with all calls that are unanswered, or finished but not yet collected."""
+        """The engine's calls that run, or whose result `poll` has not returned yet."""
         return self._thread.exchange
 
     # Requests

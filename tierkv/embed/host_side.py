@@ -1276,10 +1276,10 @@ class HostSide:
         return self._service.stats()
 
     async def verify(self) -> list[str]:
-        """Check the host tier's records of held, promised and named blocks for contradictions.
+        """Return a sentence for each contradiction in the host tier's records; [] if there is none.
 
-        Returns:
-            A sentence for each error; [] without errors.
+        The records are those of protected blocks, of promises, and of the engine's own names of
+        blocks.
         """
         leases = sum(one.lease is not None for one in self._promises)
         wrong = self._service.verify(num_leases=leases)
@@ -1344,14 +1344,14 @@ class HostSide:
 class SavedPrompt:
     """The host blocks of a prompt that an engine is saving, for a publish that runs meanwhile.
 
-    The publish stores the blocks for other nodes while the engine saves further blocks.
+    The publish stores the blocks for other nodes while the engine saves further blocks. The main
+    cache group is the first one with full attention, whose blocks are in the index.
 
     Args:
         side: the host tier that has the blocks.
         service: the service whose index has the blocks of the main cache group.
         tiers: the host tiers of the other cache groups, by number of the group.
-        keys: keys in storage of the blocks of the main cache group; empty if there is no such
-            group.
+        keys: keys of the prompt's blocks in the main cache group; empty if there is no such group.
         prompt: the prompt that is published.
         promise: protects the prompt's host blocks from eviction until the publish ends.
     """

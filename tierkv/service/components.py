@@ -168,7 +168,7 @@ class Memory:
 def host_memory(device: Device, layout: Layout, num_slots: int) -> Iterator[HostSlots]:
     """Allocate host slots, and free them at the end of the `with` block.
 
-    The calling thread is blocked meanwhile.
+    Allocating and freeing block the calling thread.
 
     Args:
         device: allocates the slots.

@@ -33,9 +33,10 @@ class StorageOptions:
         codecs: returns the codec (encodes values and checks them when read) for a fingerprint's
             short form; None to protect blocks by a checksum only.
         small: the codec of tickets and other small values.
-        touches_per_ttl: largest number of times that a used block's time to live is renewed within
-            one such time; 0 for never.
-        peer_tensor_parallel: numbers of ranks of other nodes whose blocks this node looks for.
+        touches_per_ttl: largest number of times that a used block's time to live is renewed while
+            that time passes once; 0 for never.
+        peer_tensor_parallel: tensor-parallel sizes (2, 4 ...) of other nodes, whose blocks this
+            node also looks for.
         scheme: the split of blocks over ranks; None to find only blocks of nodes with as many ranks
             as this one.
     """
@@ -142,8 +143,8 @@ class StorageTier:
             names: makes the names in storage of the service's blocks.
             layout: layout of whole blocks.
             host: the host slots that blocks are read into and written from.
-            parts: for each rank, its slice (share) of every block with the memory of its host
-                slots; empty for one rank that owns all of `host`.
+            parts: one `Slice` per rank: the bytes of a block that belong to the rank, and the
+                memory of the rank's host slots; empty if one rank owns all of `host`.
             block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
 
         Raises:
