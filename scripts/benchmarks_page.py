@@ -26,13 +26,13 @@ _THOUSAND = 1000
 
 _INTRO = """# Benchmarks
 
-Each script in `benchmarks/` tests one claim: one run measures tierkv and alternatives in turn.
+Each script in `benchmarks/` tests one statement: one run measures tierkv and alternatives in turn.
 `--quick` takes about a minute; `--json` prints one object with `rows`.
 
 - A figure is a median; *spread* is (largest - smallest) / median of the repetitions.
-- *ratio* is the row's figure divided by that of the row *compared with*, from the same run. That
-  row's name is shortened to what differs.
-- *target* is the largest ratio that the claim allows; without a ratio, the largest figure.
+- *ratio* is the row's figure divided by that of the measurement *compared with*, from the same run.
+  Some of these measurements have no row here; names are shortened to what differs.
+- *target* is the largest ratio that the statement allows; without a ratio, the largest figure.
 
 `scripts/benchmarks_page.py` makes this page from `docs/results/`."""
 
