@@ -902,7 +902,7 @@ class _Moves:
         return self._ask(self._kept, tokens, num_kept)
 
     def hurry(self) -> None:
-        """Let a running `keep` give up soon if no host slot is free."""
+        """Make a running `keep` (copies to the host) stop waiting soon for a free host slot."""
         self._hurries = True
 
     def note_prefills(self, computed: Sequence[tuple[int, float]]) -> None:

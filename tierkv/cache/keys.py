@@ -758,7 +758,7 @@ class Names:
         ]
 
     def of_run(self, keys: KeyRun) -> NameRun:
-        """Return the names of consecutive blocks under which the store has their values.
+        """Return the names under which a store keeps the values of consecutive blocks.
 
         Each name is built when it is read from the result.
 
