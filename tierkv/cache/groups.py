@@ -350,10 +350,11 @@ class FlatBlocks:
                 self._unheld.move_to_end(digest)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` slots, or as many as possible; evict blocks that are not held.
+        """Allocate `count` slots; if too few are free, evict blocks that are not held.
 
         Returns:
-            The slots. Each one is later used for a block (`put`) or freed (`free`).
+            The slots, fewer than `count` if too many slots are in use. The caller uses each slot
+                for a block (`put`) or frees it (`free`).
         """
         count = min(count, self._pool.num_free + len(self._unheld))
         while self._pool.num_free < count:

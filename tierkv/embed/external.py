@@ -6,10 +6,13 @@
     lookup, load, save: as without node  -- calls ---> found blocks, slots for saves, tickets
     connection ends                      -- EOF -----> the engine's blocks and slots are released
 
-An engine calls the node's `HostSide` over a Unix socket. All other parts of its `EngineCache`, and
-its ranks, run in the engine's processes. Each of these processes that may copy keeps one end of a
-socket pair open. The node gives the engine's host slots to other engines only after the last of
-these processes has closed its end.
+An engine calls the node's `HostSide` over a Unix socket. The engine's processes copy blocks between
+their devices and the shared host memory themselves.
+
+Copies can still run when the engine has disconnected, and would then write into slots of other
+engines. To prevent this, all processes of the engine that copy keep a socket open, until they exit.
+The node releases the engine's host slots only after the last of these processes has closed the
+socket.
 """
 
 from __future__ import annotations
@@ -813,13 +816,14 @@ def _send(writer: asyncio.StreamWriter, answer: list[Any]) -> None:
 
 
 class ExternalEngines:
-    """The engines of other processes that connect to this node, which has no engine of its own.
+    """The engines in other processes that use this node's host tier and store.
 
-    The first engine to connect decides the fingerprint of the blocks in the host tier.
+    The node runs no engine of its own. The first engine to connect has decided which blocks the
+    host tier has; an engine with another fingerprint is refused.
 
     Args:
-        listener: the socket for engines.
-        sizes: fingerprint, cache groups and numbers of slots of the host tier.
+        listener: the socket at which engines connect.
+        sizes: cache groups of the first engine, and the number of host slots of each.
     """
 
     def __init__(self, listener: EngineListener, sizes: HostSizes) -> None:

@@ -212,13 +212,15 @@ def versions() -> tuple[int, int]:
 
 
 class PendingEvent:
-    """The event of a copy that the lane's thread may not have submitted yet.
+    """The end of a copy, as an event that exists before the copy is submitted to CUDA.
+
+    The lane's thread submits the copy later, and then sets the CUDA event with `submitted`.
 
     Args:
-        progress: a condition that all events of a lane share; the lane's thread notifies it after
-            it has called `submitted` or `failed`.
-        line: an object that all events of the lane share. Pollers take events with the same `line`
-            as done in the order of `position`.
+        progress: a condition that all events of a lane share. The lane's thread notifies it after a
+            call of `submitted` or `failed`, to wake the threads that wait for the submission.
+        line: a key that all events of a lane share. A poller handles the events of one lane in the
+            order of `position`.
         position: number of the event among the lane's events.
     """
 

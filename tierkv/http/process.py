@@ -104,9 +104,9 @@ class CallUnderWay:
             raise self._working.cut_off() from error
 
     def cut_off(self) -> None:
-        """Cancel the call.
+        """Cancel the handling of the call, because the server shuts down.
 
-        Its `async with` then raises the error by which a shutdown is reported.
+        The context manager then raises the error that answers calls cancelled by a shutdown.
         """
         if not self._is_cut_off:
             self._is_cut_off = True

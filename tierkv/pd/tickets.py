@@ -403,7 +403,7 @@ class ProducerLease:
 
     @property
     def interval_s(self) -> float:
-        """The seconds between two renewals."""
+        """The seconds between two renewals of the node's liveness lease in the store."""
         return self.lease_s / _RENEWALS_PER_LEASE
 
     @property
@@ -717,11 +717,11 @@ class Tickets:
         """Check that a ticket's id is not in use for another prompt.
 
         An id is in use while its prompt is being computed, and until its ticket is claimed or has
-        expired. If a value cannot be read, the check passes.
+        expired. If the records of the id cannot be read from the store, the check passes.
 
         Args:
             ticket_id: id of the ticket.
-            digests: `StoredKey.digest` of each block of the prompt, the tail's included.
+            digests: keys of all blocks of the prompt, including the tail (`StoredKey.digest`).
 
         Raises:
             DuplicateRequestError: the id is in use for another prompt.

@@ -231,9 +231,9 @@ class Span:
 
     @property
     def live(self) -> slice:
-        """The rows of positions [start, end), in an array with a row per position of the tiles.
+        """The rows of [start, end) in an array with one row for each position of the tiles.
 
-        The array's other rows are padding.
+        The other rows of the array are padding.
         """
         lead = self.start % TILE
         return slice(lead, lead + self.end - self.start)

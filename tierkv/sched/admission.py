@@ -679,16 +679,18 @@ def _count_below(stop: int, ranges: Sequence[range]) -> int:
 
 
 class Growth:
-    """Gives running requests more device blocks than they reserved at admission.
+    """Adds device blocks to running requests that need more of them than at admission.
 
     Args:
-        tiers: the tiers whose device blocks are given.
+        tiers: the tiers of the node.
         running: all running requests.
-        starts: acquires the slots.
-        line: the queue of waiting requests, which may have to release their fetched blocks.
+        starts: acquires device slots.
+        line: the queue of waiting requests. If too few device slots are free, waiting requests
+            release the blocks that were fetched for them, before a running request releases its
+            own.
 
     Attributes:
-        extending: requests that wait for more blocks right now.
+        extending: running requests that are waiting for more blocks now.
     """
 
     def __init__(

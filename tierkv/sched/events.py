@@ -390,11 +390,12 @@ class CacheEvents:
             self._lose(list(islice(self._stored, _GO_AT_ONCE)))
 
     def asking(self) -> Callable[[bytes], None]:
-        """Return a function that records which blocks a lookup did not find in storage.
+        """Return a function that tells subscribers which blocks have left storage.
 
-        Call `asking` before the lookup, and the returned function with the key of each block that
-        is missing. The function publishes events that the block and its successors have left
-        storage. Blocks that were stored after the call of `asking` are excluded.
+        Call `asking` before a lookup in storage. After the lookup, call the returned function with
+        the key of each block that was not found. The function publishes that this block and the
+        blocks after it are no longer in storage. Blocks that were stored after the call of
+        `asking`, and the blocks after these, are left out.
         """
         since = self.now()
 

@@ -74,9 +74,10 @@ class Waiting:
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
 
     def unpark(self) -> PromiseWait | None:
-        """End the wait that `park` began for another request's blocks.
+        """End this request's wait for blocks that another request computes.
 
-        The result is the `wait` that was given to `park`; None if the request does not wait.
+        Returns:
+            The wait that has ended; None if the request did not wait for such blocks.
         """
         wait, self.wait = self.wait, None
         if wait is not None:

@@ -340,22 +340,23 @@ class Scheduler:
     # Growing and ending
 
     async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
-        """Record that the KV of `tokens` is in the block table, or will be after the events.
+        """Record that the KV of `tokens` is in the request's device blocks, or soon will be.
 
-        Other requests can match the full blocks as soon as the events in `after` are done; the call
-        does not wait for them.
+        The KV is complete when the events in `after` are done. Other requests can match the full
+        blocks from that moment on. The call does not wait for the events.
 
         Args:
             request: the running request.
-            tokens: int32 tokens, as bytes, from the start of the prompt on: at least those of the
-                last commit.
-            after: events of the kernels that write the blocks.
+            tokens: token ids as int32 bytes, from the start of the prompt. They begin with all
+                tokens that were committed before.
+            after: events of the kernels that write the blocks; () if these kernels have ended.
 
         Raises:
             TransferError: a load that the request depends on failed.
             RequestAbortedError: the request was aborted.
-            OwnershipError: the request has ended.
-            BadRequestError: the tokens are not the request's; nothing has changed.
+            OwnershipError: the request has ended or is preempted.
+            BadRequestError: the tokens differ from the prompt or from the tokens committed before,
+                or are more than the block table has room for; nothing has changed.
         """
         request.check_tokens(tokens)
         if request.loads:

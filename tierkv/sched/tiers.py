@@ -132,8 +132,9 @@ class Tiers:
         storage: reads and writes of the storage tier; None without storage.
         host_rule: decides which device blocks are copied to the host, and when.
         storage_rule: decides which host blocks are written to storage, and when.
-        background_copy_bytes: largest number of bytes that these two kinds of copies have in
-            flight.
+        background_copy_bytes: largest number of bytes of early copies (before eviction) to the host
+            that run at the same time. Early copies to storage have a limit of their own, which is
+            the same number or a quarter of the host tier, if that is less.
         block_bytes: bytes of one block.
     """
 

@@ -66,17 +66,18 @@ class FetchPolicy(Enum):
 
 @dataclass(slots=True)
 class Regret:
-    """The balance of seconds that requests can still lose by waiting for blocks of other requests.
+    """The seconds that requests can still lose by waiting for blocks of other requests.
 
-    Waiting for another request's computed blocks is lost time if they do not come in time. Every
-    new request adds 2 % of its computing time to the balance; a request that takes longer than all
-    before also adds a share of the difference. Every successful wait adds the seconds that it
-    saved, and every lost wait subtracts its seconds.
+    A request that waits for blocks which another request computes loses this time if the blocks do
+    not come in time. Every new request adds 2 % of its computing time to the balance. A request
+    with the longest computing time so far also adds twice the seconds by which it exceeds the
+    longest before. Every successful wait adds the seconds that it saved, and every lost wait
+    subtracts its seconds.
 
     Attributes:
-        seconds: the balance.
-        usual_s: largest computing time of the recent requests, in seconds, which limits the
-            balance. The value decreases by 2 % with each smaller request.
+        seconds: the balance, between -2 and 2 times `usual_s`.
+        usual_s: largest computing time of the recent requests, in seconds. The value decreases by 2
+            % with each smaller request.
         largest_s: computing time of the largest request so far, in seconds.
     """
 

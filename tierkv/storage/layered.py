@@ -225,11 +225,14 @@ class LayeredStore(StoreWrapper):
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
         """Remove the copies that the last reads of `names` returned, because they are damaged.
 
+        The copy is removed from the store that was read, near or far. An unavailable near store is
+        no error.
+
         Returns:
-            True for each name: the other store may have an undamaged copy.
+            True for each name, because the store that was not read may have an undamaged copy.
 
         Raises:
-            StoreUnavailableError: the far store does not answer; some copies may not be removed.
+            StoreUnavailableError: the far store does not answer; some of its copies may remain.
         """
         check_names(names)
         self._copies.forget(names)

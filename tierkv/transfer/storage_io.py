@@ -60,8 +60,9 @@ class Slice:
     def payload(self, slot: int, num_tokens: int) -> Bytes1D:
         """Return the memory in a host slot into which a stored value's payload is read.
 
-        The planes of a tail are stored without gaps, so that its payload is shorter than the slot.
-        `Values.check` moves the planes to their offsets in the slot after the read.
+        A tail may be stored without the unused bytes of its planes. The payload is then shorter
+        than the slot, and its planes must be moved to their offsets in the slot after the read
+        (`Values.check`).
 
         Args:
             slot: id of the host slot.

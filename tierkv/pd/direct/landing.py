@@ -195,7 +195,7 @@ class Landing:
         return bool(self._planes.num_open)
 
     def can_reach(self, place: str) -> bool:
-        """Return True if device memory of another process may be readable by this one.
+        """Return whether it is worth trying to open another process's device memory.
 
         Args:
             place: `DirectAddress.place` of the other process: the UUID of its GPU, or "cpu"; "" if

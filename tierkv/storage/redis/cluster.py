@@ -89,11 +89,12 @@ class ClusterRouter:
     async def ping(self) -> None:
         """Check that every master answers.
 
-        If one does not, read the table of slots again and ask the masters in the new table. While
-        no values are read or written, only this call finds out that a replica has become master.
+        If a master does not answer, the call reads the cluster's hash slot table again, and asks
+        all masters once more. While no values are read or written, only this call finds out that a
+        replica has become master.
 
         Raises:
-            StoreUnavailableError: a master did not answer.
+            StoreUnavailableError: a master did not answer the second time either.
         """
         try:
             await self._ping_all()

@@ -1,7 +1,7 @@
 """Redis commands other than reads and writes of values, sent through redis-py.
 
 These are commands to Sentinels, the hash slot table of a cluster, listings, and pub/sub messages
-that serve as hints. Values take another way, the module `wire`. No command is sent again after a
+that serve as hints. The module `wire` reads and writes values. No command is sent again after a
 failure, and every exchange has a deadline. With redis-py's defaults a refused connection is
 reported after 4.3 s, and a silent server after more than 12 s.
 """
