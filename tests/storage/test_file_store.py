@@ -481,7 +481,8 @@ async def test_a_value_that_is_cut_while_it_is_read_has_no_digest(tmp_path: Path
     class Cutting(Taken):
         def update(self, piece: memoryview, /) -> None:
             super().update(piece)
-            os.truncate(path, 300_000)
+            with suppress(FileNotFoundError):  # cut before, expired thereby, and swept
+                os.truncate(path, 300_000)
 
     async with (store := file_store(tmp_path)).running():
         await put_one(store, "t:f:a:0", content)
