@@ -101,7 +101,7 @@ class _Asked(Enum):
 
 
 class _Valid:
-    """For each block of a prompt, the number of first tokens that are on host or in storage.
+    """Number of first tokens on host or in storage, for each block of a prompt.
 
     An item is computed when it is read, because a sliding window or a recurrent state needs only
     the last blocks.
