@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
+from tests.latch import until
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.base import StoreWrapper
 from tierkv.storage.protocol import (
@@ -20,7 +20,6 @@ from tierkv.storage.protocol import (
 )
 
 T = TypeVar("T")
-PATIENCE_S = 120.0
 
 
 class FaultyStore(StoreWrapper):
@@ -37,11 +36,9 @@ class FaultyStore(StoreWrapper):
         self._is_firm = False
         self._passes_reads = False
         self._failing: frozenset[str] = frozenset()
-        self._arrival = asyncio.Event()
         self._num_held = 0
         self._failures_due = 0
         self._flips: list[int] = []
-        self._cuts: list[int] = []
         self.num_operations = 0
         self.num_reads = 0  # of these, all but writes
         self.delay_s = 0.0
@@ -77,20 +74,8 @@ class FaultyStore(StoreWrapper):
         return self._num_held
 
     async def until_held(self, num_operations: int) -> None:
-        """Return when at least so many operations wait at the latch.
-
-        Raises AssertionError after PATIENCE_S: a test that waits longer waits for ever.
-        """
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                while self._num_held < num_operations:
-                    self._arrival.clear()
-                    await self._arrival.wait()
-        except TimeoutError:
-            raise AssertionError(
-                f"{self._num_held} of {num_operations} operations came to the latch"
-                f" within {PATIENCE_S:g} s"
-            ) from None
+        """Return when at least so many operations wait at the latch."""
+        await until(lambda: self._num_held >= num_operations, f"{num_operations} held operations")
 
     def fail_next(self, num_operations: int) -> None:
         """Let so many operations fail as if the store did not answer."""
@@ -103,10 +88,6 @@ class FaultyStore(StoreWrapper):
     def flip_next_get(self, *bits: int) -> None:
         """Flip one bit in each of the next values read; bit 0 is the lowest of the first byte."""
         self._flips.extend(bits)
-
-    def cut_next_put(self, *lengths: int) -> None:
-        """Keep only so many bytes of each of the next values written, and call it stored."""
-        self._cuts.extend(lengths)
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
         await self._pass()
@@ -141,11 +122,7 @@ class FaultyStore(StoreWrapper):
             await self._pass(is_write=True)
         except StoreUnavailableError as error:
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
-        return await self.inner.put([self._cut(item) if self._cuts else item for item in items])
-
-    def _cut(self, item: PutItem) -> PutItem:
-        content = b"".join(item.completed())
-        return replace(item, parts=(content[: self._cuts.pop(0)],), complete=None)
+        return await self.inner.put(items)
 
     async def _pass(self, *, is_write: bool = False) -> None:
         """Wait and fail as asked. Raises StoreUnavailableError."""
@@ -153,7 +130,6 @@ class FaultyStore(StoreWrapper):
         self.num_reads += not is_write
         await asyncio.sleep(self.delay_s)
         self._num_held += 1
-        self._arrival.set()
         try:
             if is_write or not self._passes_reads:
                 await self._wait_at_latch()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -117,21 +117,13 @@ def redis_cluster(num_masters: int, *, has_replicas: bool = False) -> Iterator[R
         for master, replica in zip(cluster.masters, cluster.replicas, strict=False):
             replica.execute("CLUSTER", "REPLICATE", _text(master, "CLUSTER", "MYID"))
         for replica in cluster.replicas:
-            wait_until(
-                lambda server=replica: (
-                    "master_link_status:up"  # type: ignore[misc]
-                    in _raw_info(server)
-                ),
-                "a replica in step",
-            )
+            wait_until(partial(_is_in_step, replica), "a replica in step")
         yield cluster
 
 
-def _raw_info(server: RedisServer) -> str:
-    info = server.execute("INFO", "replication")
-    return (
-        "\n".join(f"{key}:{value}" for key, value in info.items()) if isinstance(info, dict) else ""
-    )
+def _is_in_step(replica: RedisServer) -> bool:
+    with redis.Redis(port=replica.port, protocol=2) as client:
+        return bool(client.info("replication").get("master_link_status") == "up")
 
 
 @dataclass
@@ -186,7 +178,8 @@ def sentinel_group() -> Iterator[SentinelGroup]:
                 "sentinel down-after-milliseconds kv 500\nsentinel failover-timeout kv 3000\n"
             )
             popen = subprocess.Popen([program, str(config), "--sentinel"])
-            stack.callback(_end, popen)
+            stack.callback(popen.wait)
+            stack.callback(popen.kill)
         group = SentinelGroup(master, replica, ports)
         wait_until(lambda: _is_ready(group), "sentinels that know each other")
         yield group
@@ -198,9 +191,4 @@ def _is_ready(group: SentinelGroup) -> bool:
             [state] = client.sentinel_masters().values()
         if state["num-other-sentinels"] != 2 or state["num-slaves"] != 1:
             return False
-    return "master_link_status:up" in _raw_info(group.replica)
-
-
-def _end(popen: subprocess.Popen[bytes]) -> None:
-    popen.send_signal(signal.SIGKILL)
-    popen.wait()
+    return _is_in_step(group.replica)

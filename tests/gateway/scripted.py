@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from tierkv.http.settings import AuthSection
 from tierkv.tokenizers import ByteTokenizer
 
 Json = dict[str, Any]
+CHATS = "/v1/chat/completions"
 
 
 def answer_to(prompt: Sequence[int], count: int) -> list[int]:
@@ -227,16 +229,35 @@ async def _event(response: web.StreamResponse, name: str, data: Json) -> None:
 
 @dataclass
 class Asked:
-    """An answer of the gateway; text is all of it, streamed or not."""
+    """An answer of the gateway.
+
+    body: unless it is streamed. events: its pieces, or its body. texts: all of each choice, by
+    index.
+    """
 
     status: int
     headers: Mapping[str, str]
     body: Json = field(default_factory=dict)
-    text: str = ""
+    events: list[Json] = field(default_factory=list)
+    texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
     finish_reason: str | None = None
-    error: Json | None = None
-    usage: Json | None = None
+    error: Json = field(default_factory=dict)
+    usage: Json = field(default_factory=dict)
     is_whole: bool = False
+
+    @property
+    def text(self) -> str:
+        return self.texts[0]
+
+    def take(self, event: Json) -> None:
+        assert not self.is_whole
+        self.events.append(event)
+        self.error = event.get("error", self.error)
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices", ()):
+            said = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+            self.texts[choice["index"]] += said["content"]
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
 
 
 class Caller:
@@ -244,45 +265,25 @@ class Caller:
         self.url = url
         self.session = session
 
-    async def ask(self, body: Json, **headers: str) -> Asked:
+    async def ask(self, body: Json, path: str = "/v1/completions", **headers: str) -> Asked:
         body = {"max_tokens": 8, "temperature": 0, **body}
-        async with self.session.post(
-            self.url + "/v1/completions", json=body, headers=headers
-        ) as response:
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
             asked = Asked(response.status, response.headers.copy())
             if response.content_type != "text/event-stream":
                 asked.body = await response.json(content_type=None)
-                asked.error = asked.body.get("error")
-                asked.usage = asked.body.get("usage")
-                if response.status == 200:
-                    choice = asked.body["choices"][0]
-                    asked.text, asked.finish_reason = choice["text"], choice["finish_reason"]
-                    asked.is_whole = True
+                asked.take(asked.body)
+                asked.is_whole = response.status == 200
                 return asked
             async for line in response.content:
-                _take(asked, line.decode().strip())
+                if line == b"data: [DONE]\n":
+                    asked.is_whole = True
+                elif line.strip():
+                    asked.take(json.loads(line.removeprefix(b"data: ")))
         return asked
 
     async def get(self, path: str) -> tuple[int, str]:
         async with self.session.get(self.url + path) as response:
             return response.status, await response.text()
-
-
-def _take(asked: Asked, line: str) -> None:
-    if not line:
-        return
-    assert line.startswith("data: "), line
-    data = line.removeprefix("data: ")
-    if data == "[DONE]":
-        asked.is_whole = True
-        return
-    event = json.loads(data)
-    asked.error = event.get("error", asked.error)
-    asked.usage = event.get("usage") or asked.usage
-    for choice in event.get("choices", []):
-        assert not asked.is_whole
-        asked.text += choice["text"]
-        asked.finish_reason = choice["finish_reason"] or asked.finish_reason
 
 
 @dataclass
@@ -316,7 +317,7 @@ async def stage(
             nodes[role] = [ScriptedNode() for _ in range(count)]
             for node in nodes[role]:
                 node.tickets = tickets
-                node.url = await stack.enter_async_context(_serve(node.app()))
+                node.url = await stack.enter_async_context(serve(node.app()))
         for node, model in zip(chain(*nodes.values()), models, strict=False):
             node.model = model
         urls: dict[str, Any] = {role: tuple(n.url for n in some) for role, some in nodes.items()}
@@ -338,13 +339,14 @@ async def stage(
 
 
 @asynccontextmanager
-async def _serve(app: web.Application) -> AsyncIterator[str]:
+async def serve(app: web.Application) -> AsyncIterator[str]:
+    """Answer on a free port, and yield the URL."""
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    opened = listener()
     try:
-        await web.SockSite(runner, opened).start()
-        yield f"http://127.0.0.1:{opened.getsockname()[1]}"
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{site.port}"
     finally:
         await runner.cleanup()
 
