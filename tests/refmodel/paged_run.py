@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tierkv.engine import Sampling
 from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.model import ReferenceModel, encode, sample
+from tierkv.refmodel.model import ReferenceModel, Weights, encode, sample
 
 KVDtype = Literal["float32", "float16", "bfloat16"]
 Tokens = npt.NDArray[np.int32]
@@ -29,6 +29,14 @@ PROSE = encode(
 @functools.cache
 def model(kv_dtype: KVDtype = "float32", block_size: int = 16) -> ReferenceModel:
     return ReferenceModel(ModelConfig(kv_dtype=kv_dtype, max_positions=4096), block_size)
+
+
+def arrays(weights: Weights) -> Iterator[npt.NDArray[np.float32]]:
+    """All weights of a model, in the order in which a seed makes them."""
+    yield weights.embedding
+    for layer in weights.layers:
+        yield from (layer.qkv, layer.qkv_bias, layer.out, layer.gate_up, layer.down)
+    yield weights.unembedding
 
 
 def no_gate(layer: int) -> None:
@@ -80,7 +88,8 @@ class PagedRun:
 
     def kv(self) -> bytes:
         """The bytes of all tokens fed so far, plane after plane, in the order of positions."""
-        return b"".join(self.rows(index)[: self.length].tobytes() for index in self._indices())
+        each = map(self.rows, range(len(self.planes)))
+        return b"".join(rows[: self.length].tobytes() for rows in each)
 
     def rows(self, plane_index: int) -> npt.NDArray[np.uint8]:
         """A copy of one plane, uint8 [tokens, token_bytes], in the order of positions."""
@@ -95,6 +104,3 @@ class PagedRun:
             block = self.block_table[position // size]
             for plane in self.planes:
                 plane[block].reshape(size, -1)[position % size] = byte
-
-    def _indices(self) -> range:
-        return range(len(self.planes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ from tests.models import (
     write_llama,
     write_llama_gguf,
 )
-from tests.refmodel.paged_run import PagedRun
+from tests.refmodel.paged_run import PagedRun, arrays
 from tierkv.errors import ConfigError
 from tierkv.refmodel.checkpoint import open_checkpoint
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings, ReferenceSpec
-from tierkv.refmodel.model import ReferenceModel, Weights
+from tierkv.refmodel.model import ReferenceModel
 from tierkv.sched.settings import CacheSettings
 
 TOKENS = np.random.default_rng(3).integers(0, SIZES.vocab_size, 300).tolist()
@@ -79,12 +78,6 @@ def test_a_gguf_file_computes_what_its_weights_say(kind: str, tied: bool, tmp_pa
     assert close_to(found, llama_logits(as_stored(tensors, kind), TOKENS))
     if kind == "Q4_1":
         assert not close_to(found, llama_logits(tensors, TOKENS)), "the control"
-
-
-def arrays(weights: Weights) -> Iterator[Floats]:
-    yield from (weights.embedding, weights.unembedding)
-    for layer in weights.layers:
-        yield from (layer.qkv, layer.qkv_bias, layer.out, layer.gate_up, layer.down)
 
 
 def test_processes_share_weights_in_a_directory(tmp_path: Path) -> None:

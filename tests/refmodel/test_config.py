@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import tomllib
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from tests.refmodel.paged_run import PagedRun
+from tests.refmodel.paged_run import PagedRun, arrays
 from tierkv.cache.keys import Fingerprint
 from tierkv.errors import ConfigError
 from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.model import ReferenceModel, Weights, make_weights
+from tierkv.refmodel.model import ReferenceModel, make_weights
 
 
 @pytest.mark.parametrize(
@@ -44,13 +41,6 @@ from tierkv.refmodel.model import ReferenceModel, Weights, make_weights
 def test_a_model_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         ModelConfig(**{**asdict(ModelConfig()), **changes})
-
-
-def test_it_converts_from_toml() -> None:
-    raw = tomllib.loads('name = "other"\nnum_layers = 2\nkv_dtype = "float16"')
-    assert msgspec.convert(raw, ModelConfig) == ModelConfig(
-        name="other", num_layers=2, kv_dtype="float16"
-    )
 
 
 @pytest.mark.parametrize(
@@ -118,15 +108,8 @@ def test_any_change_of_the_model_changes_the_fingerprint(change: dict[str, objec
 # A seed stands for the same weights everywhere.
 
 
-def matrices(weights: Weights) -> Iterator[npt.NDArray[np.float32]]:
-    yield weights.embedding
-    for layer in weights.layers:
-        yield from (layer.qkv, layer.qkv_bias, layer.out, layer.gate_up, layer.down)
-    yield weights.unembedding
-
-
 def checksum(config: ModelConfig) -> str:
-    joined = b"".join(matrix.tobytes() for matrix in matrices(make_weights(config)))
+    joined = b"".join(array.tobytes() for array in arrays(make_weights(config)))
     return hashlib.sha256(joined).hexdigest()
 
 
