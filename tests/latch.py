@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import coroutine
 from typing import TypeVar
 
-from tierkv.errors import GateTimeoutError, TransferError
+from tierkv.errors import GateTimeoutError
 from tierkv.gpu.protocol import BlockCopy, Direction
 
 T = TypeVar("T")
@@ -89,9 +89,9 @@ class ManualEvent:
         self.line, self.position = line or object(), position
         self.num_looks = 0
         self._reached = threading.Event()
-        self._error: TransferError | None = None
+        self._error: Exception | None = None
 
-    def finish(self, error: TransferError | None = None) -> None:
+    def finish(self, error: Exception | None = None) -> None:
         self._error = error
         self._reached.set()
 

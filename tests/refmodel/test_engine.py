@@ -265,35 +265,6 @@ async def test_a_cancel_at_any_await_leaves_nothing_behind(start: Start, *, late
 # Publishing
 
 
-async def test_a_publish_goes_on_when_nobody_waits_for_it() -> None:
-    store = memory()
-    async with bench(store) as on:
-        on.latch.hold(Direction.OFFLOAD)
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(on.prefilled(PROMPT))
-            await on.latch.until_held()
-            task.cancel()
-        assert on.node.service.stats().running_requests == 1
-        on.latch.release()
-        await until(lambda: on.node.service.stats().running_requests == 0)
-        await on.settle()
-    async with bench(store) as on:
-        result, _ = await on.node.engine.decode(on.node.job(PROMPT, NEW), "ticket")
-        assert result.tokens == truth(PROMPT, NEW).tokens
-
-
-async def test_leaving_waits_for_a_publish_under_way() -> None:
-    store = memory()
-    async with asyncio.TaskGroup() as group, bench(store) as on:
-        on.latch.hold(Direction.OFFLOAD)
-        task = group.create_task(on.prefilled(PROMPT))
-        await on.latch.until_held()
-        # bench opens the latch when it is left, and the engine then waits
-    assert task.exception() is None
-    async with bench(store) as on:
-        await on.node.engine.decode(on.node.job(PROMPT, NEW), "ticket")
-
-
 @pytest.mark.parametrize("is_held", [True, False])
 async def test_a_stopped_publish_tells_who_waits_and_leaves_no_ticket(*, is_held: bool) -> None:
     async with bench() as on:

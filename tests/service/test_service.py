@@ -143,14 +143,6 @@ async def test_a_node_that_does_not_stream_offers_no_stream() -> None:
         session.end()
 
 
-async def test_a_store_that_does_not_answer_is_in_no_tickets_way() -> None:
-    async with world(with_store=True, handoff=HandoffSettings(lookup_deadline_s=0.01)) as here:
-        here.the_store.hold()
-        async with asyncio.timeout(10.0):
-            await here.service.check_ticket_is_free("ticket", here.prompt(tokens(16)))
-        here.the_store.release()
-
-
 def test_a_layout_of_another_block_size_than_the_settings_is_refused() -> None:
     with pytest.raises(ConfigError, match="make them equal"):
         Service(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from tests.latch import PATIENCE_S, ManualEvent, cancelled_at, finish, until
@@ -41,6 +40,12 @@ async def computed(on: World, tokens: Sequence[int] = PROMPT, *, name: str = "r"
     return one
 
 
+async def over(one: Session, on: World) -> None:
+    on.the_store.release()
+    await finish(asyncio.wait([one.over]))
+    await on.settle()
+
+
 async def test_an_end_gives_the_blocks_back_when_nothing_publishes_them_any_more() -> None:
     async with world(with_store=True) as on:
         one = await computed(on)
@@ -70,9 +75,7 @@ async def test_an_abort_gives_up_what_is_being_published() -> None:
         one.abort()
         with pytest.raises(OwnershipError, match="before it was published"):
             await finish(publishing.published())
-        await finish(asyncio.wait([one.over]))
-        on.the_store.release()
-        await on.settle()
+        await over(one, on)
 
 
 async def test_a_prompt_is_published_once_per_ticket_and_a_call_that_says_otherwise_is_told() -> (
@@ -107,7 +110,7 @@ async def test_a_preemption_waits_for_publishes_and_is_refused_while_the_prompt_
             await one.preempt()
         on.the_store.hold()
         one.publish("s", [7])
-        preempting = asyncio.get_running_loop().create_task(one.preempt())
+        preempting = asyncio.create_task(one.preempt())
         await on.the_store.until_held(1)
         assert not preempting.done()
         on.the_store.release()
@@ -126,7 +129,7 @@ async def test_a_request_that_ends_while_it_waits_to_be_resumed_gives_all_back_a
         await one.preempt()
         other = session(on, range(100, 100 + 4 * BLOCK), name="other")
         await finish(other.admit())
-        resuming = asyncio.get_running_loop().create_task(one.resume(max_new_tokens=0))
+        resuming = asyncio.create_task(one.resume(max_new_tokens=0))
         await until(lambda: on.service.scheduler.num_waiting == 1, "a request in line")
         one.end()
         with pytest.raises(OwnershipError, match="has ended"):
@@ -241,10 +244,8 @@ async def test_a_store_that_hangs_keeps_a_stream_from_beginning_for_its_deadline
         await finish(one.admit())
         on.the_store.hold()
         assert await finish(one.stream("t"))
-        on.the_store.release()
         one.abort()
-        await finish(asyncio.wait([one.over]))
-        await on.settle()
+        await over(one, on)
 
 
 async def test_a_publish_of_a_stream_that_is_not_computed_is_refused() -> None:
@@ -255,33 +256,4 @@ async def test_a_publish_of_a_stream_that_is_not_computed_is_refused() -> None:
         with pytest.raises(OwnershipError, match=f"0 of {len(PROMPT)}"):
             one.publish("t", [7])
         one.abort()
-        await finish(asyncio.wait([one.over]))
-        await on.settle()
-
-
-async def test_many_sessions_that_end_as_they_please_leave_nothing() -> None:
-    rng = np.random.default_rng(5)
-    async with world(with_store=True, device_blocks=16) as on:
-
-        async def life(at: int) -> None:
-            one = session(on, [at % 4, *PROMPT], name=f"r{at}")
-            request = await one.admit()
-            try:
-                await one.loaded_or_recovered(PATIENCE_S)
-                request = one.request
-                on.compute(request, [at % 4, *PROMPT], request.cached_tokens)
-                await one.commit(pack([at % 4, *PROMPT]))
-                if choices[at] == 1:
-                    one.publish(f"t{at}", [1])
-                if choices[at] == 2:
-                    await one.preempt()
-                    await one.resume(max_new_tokens=0)
-            finally:
-                (one.abort if choices[at] == 3 else one.end)()
-
-        choices = rng.integers(0, 4, 40).tolist()
-        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-            for at in range(40):
-                tasks.create_task(life(at))
-        await until(lambda: not on.service.scheduler.running_requests, "the end of all")
-        await on.settle()
+        await over(one, on)

@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tests.api.nodes import Client, here, process
-from tests.latch import PATIENCE_S, finish, until
+from tests.latch import PATIENCE_S, ManualEvent, finish, until
 from tests.redis_proxy import redis_proxy
 from tests.redis_server import PATIENT, redis_server
 from tests.world import world
@@ -250,23 +250,7 @@ async def test_a_store_that_cannot_be_opened_for_any_reason_is_refused_to_who_at
 # A task that a service lives by fails: it is told at once, and closing does not wait for it.
 
 
-class BrokenEvent:
-    """Its first look is good, the next one is a fault in our own code."""
-
-    def __init__(self) -> None:
-        self.num_looks = 0
-        self.line: object = self
-        self.position = 0
-
-    @property
-    def is_done(self) -> bool:
-        self.num_looks += 1
-        if self.num_looks > 1:
-            raise RuntimeError("nobody thought of this")
-        return False
-
-    def block_until_done(self, timeout_s: float) -> None:
-        raise RuntimeError("nobody thought of this")
+BUG = RuntimeError("nobody thought of this")
 
 
 async def test_closing_does_not_wait_for_copies_that_only_the_dead_task_could_have_settled(
@@ -279,7 +263,9 @@ async def test_closing_does_not_wait_for_copies_that_only_the_dead_task_could_ha
             on.latch.hold(Direction.OFFLOAD)
             on.service.mover.offload(np.array([0], np.int32), np.array([0], np.int32))
             await on.latch.until_held()
-            lives.append((on.service, on.service.mover.poller.done(BrokenEvent())))
+            event = ManualEvent()
+            lives.append((on.service, on.service.mover.poller.done(event)))
+            event.finish(BUG)
             await asyncio.sleep(PATIENCE_S)  # it is cancelled
 
     with pytest.raises((RuntimeError, ExceptionGroup)) as failed:
@@ -298,7 +284,9 @@ async def test_a_node_that_has_failed_says_why_it_refuses() -> None:
 
     async def live() -> None:
         async with here() as on:
-            waiting = on.node.service.mover.poller.done(BrokenEvent())
+            event = ManualEvent()
+            waiting = on.node.service.mover.poller.done(event)
+            event.finish(BUG)
             try:
                 await asyncio.sleep(PATIENCE_S)  # it is cancelled
             finally:
