@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_server import free_port
+from tests.redis_server import free_port, program
 
 _START_S = 60.0
 _GATE = Path(__file__).with_name("mooncake_gate.py")
@@ -73,16 +72,13 @@ def master_gate(master_port: int, name: str) -> Iterator[MasterGate]:
             popen.kill()
 
 
-def program(name: str) -> str:
+def mooncake_program(name: str) -> str:
     """Where a program of the package is. Skips the test, with the reason, where it cannot run."""
     try:
         importlib.import_module("mooncake.store")
     except ImportError as error:
         pytest.skip(f"Mooncake's package cannot be loaded: {error}")
-    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
-        pytest.skip(f"no {name} on this machine")
-    return found
+    return program(name)
 
 
 @contextmanager
@@ -100,7 +96,8 @@ def mooncake_server(segment: str = "1 GB") -> Iterator[MooncakeServer]:
 
 
 def _server(stack: ExitStack, segment: str) -> MooncakeServer:
-    master_program, provider_program = program("mooncake_master"), program("mooncake_client")
+    master_program = mooncake_program("mooncake_master")
+    provider_program = mooncake_program("mooncake_client")
     rpc, metrics, port = free_port(), free_port(), free_port()
     # fmt: off
     master = _started(stack, [

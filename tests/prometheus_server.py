@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import re
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,29 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 import yaml
 
-from tests.redis_server import free_port
+from tests.redis_server import free_port, program
 from tierkv.demo.processes import child
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 RULES = DEPLOY / "prometheus" / "alerts.yml"
+DEBIAN = " (Debian's package prometheus has it)"
 Sample = tuple[dict[str, str], float]
-
-
-def program(name: str) -> str:
-    """Skips the test where it is not installed."""
-    found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"no {name} on this machine (Debian's package prometheus has it)")
-    return found
 
 
 async def promtool(*arguments: str, stdin: bytes = b"") -> tuple[int, str]:
     """Exit status, and all it said."""
     process = await asyncio.create_subprocess_exec(
-        program("promtool"),
+        program("promtool", DEBIAN),
         *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -106,7 +97,7 @@ class Prometheus:
 @asynccontextmanager
 async def prometheus(folder: Path, jobs: Mapping[str, Sequence[str]]) -> AsyncIterator[Prometheus]:
     """jobs: addresses by job. Skips the test where there is no Prometheus."""
-    path = program("prometheus")
+    path = program("prometheus", DEBIAN)
     (folder / "rules.yml").write_text(json.dumps(rules_at_once()))
     config = {
         "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import subprocess
 import tempfile
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.redis_server import RedisServer, free_port, redis_server
+from tests.redis_server import RedisServer, free_port, program, redis_server
 
 _PATIENCE_S = 120.0
 NUM_SLOTS = 16_384
@@ -162,9 +161,7 @@ def empty_cluster(module_cluster: RedisCluster) -> RedisCluster:
 @contextmanager
 def sentinel_group() -> Iterator[SentinelGroup]:
     """Ready, with all sentinels knowing each other, when the body begins."""
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("no redis-server on this machine")
+    server = program("redis-server")
     with ExitStack() as stack:
         master = stack.enter_context(redis_server("--repl-diskless-sync-delay", "0"))
         replica = stack.enter_context(redis_server("--replicaof", "127.0.0.1", str(master.port)))
@@ -177,7 +174,7 @@ def sentinel_group() -> Iterator[SentinelGroup]:
                 f"sentinel monitor kv 127.0.0.1 {master.port} 2\n"
                 "sentinel down-after-milliseconds kv 500\nsentinel failover-timeout kv 3000\n"
             )
-            popen = subprocess.Popen([program, str(config), "--sentinel"])
+            popen = subprocess.Popen([server, str(config), "--sentinel"])
             stack.callback(popen.wait)
             stack.callback(popen.kill)
         group = SentinelGroup(master, replica, ports)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -70,6 +71,15 @@ class RedisServer:
         self.popen.kill()
 
 
+def program(name: str, why: str = "") -> str:
+    """The path of a program. Skips the test where it is not installed."""
+    places = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    found = shutil.which(name, path=os.pathsep.join(places))
+    if found is None:
+        pytest.skip(f"no {name} on this machine{why}")
+    return found
+
+
 @contextmanager
 def redis_server(*options: str, password: str | None = None) -> Iterator[RedisServer]:
     """Start a server, ready when the body begins and gone when it ends.
@@ -77,14 +87,12 @@ def redis_server(*options: str, password: str | None = None) -> Iterator[RedisSe
     options: words of its command line, such as "--maxmemory", "10mb". Skips the test where no
     redis-server is installed.
     """
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("no redis-server on this machine")
+    command = [program("redis-server")]
     with tempfile.TemporaryDirectory(prefix="tierkv-redis-") as directory:
         port, socket_path = free_port(), Path(directory, "redis.sock")
         # fmt: off
-        command = [
-            program, "--port", str(port), "--bind", "127.0.0.1", "--dir", directory,
+        command += [
+            "--port", str(port), "--bind", "127.0.0.1", "--dir", directory,
             "--unixsocket", str(socket_path), "--save", "", "--appendonly", "no",
             "--loglevel", "warning", "--logfile", str(Path(directory, "log")), *options,
         ]

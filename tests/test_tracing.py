@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from tests.api.nodes import process
+from tests.gateway.scripted import serve
 from tests.latch import until
 from tests.redis_server import free_port
 from tierkv import tracing
@@ -32,7 +33,6 @@ PROMPT = "A prompt that is long enough for several blocks of sixteen tokens, and
 class Collector:
     """What an OTLP collector receives over HTTP."""
 
-    url: str = ""
     spans: list[Any] = field(default_factory=list)
     instances: set[str] = field(default_factory=set)
 
@@ -64,24 +64,14 @@ class Collector:
 
 
 @asynccontextmanager
-async def collector(
-    monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[Collector]:
+async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]:
     """Processes that are started meanwhile send their spans there."""
-    here = Collector()
-    app = web.Application()
+    here, app = Collector(), web.Application()
     app.router.add_post("/v1/traces", here.take)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        here.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with serve(app) as url:
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", here.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         yield here
-    finally:
-        await runner.cleanup()
 
 
 @pytest.mark.promise("One hand-off is one trace.")

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any
 
-from tests.api.nodes import Here, here
+import pytest
+
+from tests.api.nodes import here
 from tests.e2e.exact import text, truth
 from tests.latch import finish, until
 from tierkv.api.settings import Role
-from tierkv.client.streams import EventReader
+from tierkv.api.types import GenerateBody
+from tierkv.client import AsyncClient
+from tierkv.errors import ShuttingDownError
 from tierkv.gpu.protocol import Direction
 from tierkv.refmodel.model import decode as decode_text
 
 PROMPT = text(100)
 BODY = {"prompt": decode_text(PROMPT), "stream": True}
-
-
-async def events(on: Here, path: str, body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    reader = EventReader()
-    async with on.client.session.post(on.client.url + path, json=body) as response:
-        assert response.status == 200, await response.text()
-        assert response.content_type == "text/event-stream"
-        assert response.headers["X-Request-Id"]
-        return [
-            (event.name, json.loads(event.data))
-            async for chunk in response.content.iter_any()
-            for event in reader.feed(chunk)
-        ]
-
-
-def tokens_of(found: list[tuple[str, dict[str, Any]]]) -> list[int]:
-    return [token for name, data in found if name == "tokens" for token in data["tokens"]]
 
 
 async def test_the_first_token_of_a_prefill_comes_before_its_blocks_are_stored() -> None:
@@ -56,14 +41,21 @@ async def test_what_fails_before_the_first_token_is_an_ordinary_answer() -> None
 
 
 async def test_what_is_cut_off_in_the_middle_ends_with_an_error_event() -> None:
-    async with here() as on, asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(events(on, "/v1/generate", BODY | {"max_tokens": 900}))
-        await until(lambda: on.node.engine.stats.generated_tokens > 5)
+    body, told = GenerateBody(prompt=decode_text(PROMPT), max_tokens=900), list[int]()
+    async with (
+        here() as on,
+        AsyncClient(on.client.url) as client,
+        client.stream_generate(body) as stream,
+    ):
+
+        async def read() -> None:
+            async for news in stream:
+                told.extend(news.tokens)
+
+        reading = asyncio.create_task(read())
+        await until(lambda: len(told) > 5, "some tokens")
         on.node.drain()
         await finish(on.node.idle(grace_s=0.05))
-        found = await task
-        name, problem = found[-1]
-        assert name == "error"
-        assert (problem["status"], problem["code"]) == (503, "shutting_down")
-        assert problem["request_id"]
-        assert tokens_of(found) == list(truth(PROMPT, len(tokens_of(found))).tokens)
+        with pytest.raises(ShuttingDownError):
+            await reading
+    assert told == list(truth(PROMPT, len(told)).tokens)

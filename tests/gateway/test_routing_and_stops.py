@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import cast
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given
@@ -180,29 +182,18 @@ def test_no_nodes_or_one_twice_is_a_wrong_setting(section: GatewaySection) -> No
         Nodes(section, HEALTH)
 
 
-class Answers:
-    """Calls to a node that answers, or does not answer, its probes."""
-
-    fails = False
-
-    async def identity(self, _: BackendNode) -> tuple[None, str]:
-        if self.fails:
-            raise AttemptError("no answer")
-        return None, ""
-
-    async def trouble(self, _: BackendNode) -> str:
-        return ""
-
-
 async def test_waits_end_after_unanswered_probes_in_a_row_and_not_before() -> None:
     health = HealthSection(probe_timeout_s=0.001, gone_after_probes=2)
-    nodes, answers = Nodes(GatewaySection(both="http://n"), health), Answers()
+    nodes = Nodes(GatewaySection(both="http://n"), health)
     [one] = nodes.all
-    probe = _Probe(one, nodes, cast("NodeCalls", answers), health)
+    identity, trouble = AsyncMock(return_value=(None, "")), AsyncMock(return_value="")
+    no_answer = AttemptError("no answer")
+    calls = SimpleNamespace(identity=identity, trouble=trouble)
+    probe = _Probe(one, nodes, cast("NodeCalls", calls), health)
 
     async def wait() -> None:
         async with one.within(60.0):
-            for answers.fails in (True, False, True, True):
+            for identity.side_effect in (no_answer, None, no_answer, no_answer):
                 await asyncio.sleep(0.002)  # a wait that was ended raises here
                 await probe.once()
             await asyncio.sleep(10.0)

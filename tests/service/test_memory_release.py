@@ -91,16 +91,6 @@ def device(latch: CopyLatch) -> Counting:
     return Counting(latch)
 
 
-@pytest.mark.promise("A service that ended has released all memory.")
-async def test_a_service_that_ended_has_given_everything_back(
-    device: Counting, latch: CopyLatch
-) -> None:
-    async with node(device, latch) as here:
-        await here.run(list(range(10)))
-        assert device.num_held == 2
-    assert device.num_held == 0
-
-
 async def test_a_service_that_is_cancelled_as_it_opens_waits_for_its_memory_and_frees_it(
     device: Counting, latch: CopyLatch
 ) -> None:
@@ -121,6 +111,7 @@ async def test_a_service_that_is_cancelled_as_it_opens_waits_for_its_memory_and_
     assert device.num_held == 0
 
 
+@pytest.mark.promise("A service that ended has released all memory.")
 async def test_asleep_the_devices_memory_is_gone_and_awake_it_is_other_memory(
     device: Counting, latch: CopyLatch
 ) -> None:

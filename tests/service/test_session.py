@@ -27,13 +27,15 @@ from tierkv.service.session import Session
 PROMPT = list(range(2 * BLOCK + 1))
 
 
-def session(on: World, tokens: Sequence[int] = PROMPT, *, name: str = "r", new: int = 0) -> Session:
-    return Session(on.service, RequestSpec(name, on.prompt(tokens), new))
+def session(on: World, tokens: Sequence[int] = PROMPT, *, name: str = "r") -> Session:
+    return Session(on.service, RequestSpec(name, on.prompt(tokens), 0))
 
 
-async def computed(on: World, tokens: Sequence[int] = PROMPT, *, name: str = "r") -> Session:
+async def computed(
+    on: World, tokens: Sequence[int] = PROMPT, *, uses_cache: bool = True
+) -> Session:
     """A session of which all tokens are committed."""
-    one = session(on, tokens, name=name)
+    one = Session(on.service, RequestSpec("r", on.prompt(tokens), 0, uses_cache=uses_cache))
     request = await finish(one.admit())
     on.compute(request, tokens, request.cached_tokens)
     await finish(one.commit(pack(list(tokens))))

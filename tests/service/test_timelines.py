@@ -11,6 +11,7 @@ import pytest
 from tests.latch import finish, until
 from tests.pd.nodes import TOKENS, pair, publish
 from tests.sched.test_fetch import filled
+from tests.service.test_session import computed
 from tests.world import BLOCK, World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
@@ -25,17 +26,9 @@ from tierkv.service.session import Session
 PROMPT = list(range(3 * BLOCK))
 
 
-async def served(on: World, tokens: Sequence[int], *, uses_cache: bool = True) -> Session:
-    on.num_requests += 1
-    spec = RequestSpec(f"r{on.num_requests}", on.prompt(tokens), 0, uses_cache=uses_cache)
-    one = Session(on.service, spec)
-    request = await finish(one.admit())
-    await request.gate.all_layers(100.0)
-    on.compute(request, tokens, request.cached_tokens)
-    await finish(one.commit(pack(list(tokens))))
-    one.end()
+async def served(on: World, tokens: Sequence[int], *, uses_cache: bool = True) -> None:
+    (await computed(on, tokens, uses_cache=uses_cache)).end()
     await on.settle()
-    return one
 
 
 def missed(on: World) -> dict[str, int]:
