@@ -318,7 +318,6 @@ class NodeEngine(Protocol):
             TierKVError: the request was not admitted, for example because a request with its id
                 runs, or because it needs more blocks than the device has.
         """
-        ...
 
     async def prefill(
         self, job: GenerateRequest, ticket_id: str, *, waits_for: PublishWait
@@ -346,7 +345,6 @@ class NodeEngine(Protocol):
             TierKVError: the prompt was not computed for another reason, for example because the
                 device has too few blocks.
         """
-        ...
 
     async def decode(
         self,
@@ -375,7 +373,6 @@ class NodeEngine(Protocol):
             TierKVError: the request was not admitted, for example because the device has too few
                 blocks.
         """
-        ...
 
 
 class EngineSpec(Protocol):
@@ -387,22 +384,18 @@ class EngineSpec(Protocol):
     @property
     def takes_media(self) -> bool:
         """True if prompts may have media (images, audio, video)."""
-        ...
 
     @property
     def takes_adapters(self) -> bool:
         """True if prompts may name a LoRA adapter."""
-        ...
 
     @property
     def layout(self) -> Layout:
         """The layout of a block: the planes of all tensor-parallel ranks."""
-        ...
 
     @property
     def shards(self) -> ShardScheme:
         """The division of each block among the tensor-parallel ranks."""
-        ...
 
     def fingerprint(self, tenant: str) -> Fingerprint:
         """Return the fingerprint of the KV that this engine computes.
@@ -412,7 +405,6 @@ class EngineSpec(Protocol):
         Args:
             tenant: name or secret of the node's own tenant.
         """
-        ...
 
     def open(self, service: Service) -> NodeEngine:
         """Load the weights, and return the engine.
@@ -423,4 +415,3 @@ class EngineSpec(Protocol):
         Args:
             service: the cache service. Its device was made with the `layout` of this `EngineSpec`.
         """
-        ...

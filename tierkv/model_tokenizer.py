@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -280,13 +280,9 @@ class _WindowDecoder:
     tokenizer: ModelTokenizer
     ids: list[int]
     num_read: int
-    stops: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stops = self.tokenizer.stop_tokens
 
     def feed(self, token: int) -> str:
-        if token in self.stops:
+        if token in self.tokenizer.stop_tokens:
             return ""
         self.ids.append(token)
         text = self._new_text()

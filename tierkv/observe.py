@@ -1,4 +1,4 @@
-"""Statistics of a service, timelines of its last requests, and a check of its bookkeeping."""
+"""Statistics of a service, and timelines of its last requests."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
-import numpy as np
 
 from tierkv import tracing
-from tierkv.cache import invariants
 from tierkv.cache.history import HistoryEvent
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import PoolStats, Tier
-from tierkv.gpu.protocol import Direction
-from tierkv.pd.handoff import Handoff
 from tierkv.pd.tickets import HandoffStats
 from tierkv.sched.eviction import TierStats
-from tierkv.sched.fetch import Fetcher
 from tierkv.sched.request import Decisions, Matched, Request, RequestSpec
-from tierkv.sched.scheduler import Scheduler, SchedulerStats
-from tierkv.transfer.mover import LayerTimes, Mover
-from tierkv.transfer.storage_io import StorageIO, StorageStats
+from tierkv.sched.scheduler import SchedulerStats
+from tierkv.transfer.mover import LayerTimes
+from tierkv.transfer.storage_io import StorageStats
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -323,73 +318,3 @@ def _largest(found: list[Prefix]) -> list[Prefix]:
             one.parent = places[one.parent]
             largest.append(one)
     return largest
-
-
-def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff: Handoff) -> Stats:
-    """Return a snapshot of all statistics.
-
-    Args:
-        scheduler: counts requests and tiers.
-        mover: counts copies between host and device.
-        storage: counts the storage tier; None if there is none.
-        handoff: counts published and claimed prompts.
-    """
-    tiers = scheduler.tiers
-    return Stats(
-        device=tiers.slots.pools[Tier.DEVICE].stats(),
-        host=tiers.slots.pools[Tier.HOST].stats(),
-        running_requests=len(scheduler.running_requests),
-        waiting_requests=scheduler.num_waiting,
-        requests=scheduler.stats,
-        tiers=tiers.eviction.stats,
-        storage=storage.stats if storage else None,
-        loaded_bytes=mover.bytes_moved[Direction.LOAD],
-        offloaded_bytes=mover.bytes_moved[Direction.OFFLOAD],
-        load_layers=mover.layer_times,
-        handoff=handoff.stats,
-        decisions=tiers.decisions,
-    )
-
-
-def verify(
-    scheduler: Scheduler,
-    mover: Mover,
-    fetcher: Fetcher,
-    handoff: Handoff,
-    *,
-    num_leases: int = 0,
-) -> list[str]:
-    """Check the bookkeeping of a service: recount its leases, slots and states of blocks.
-
-    While requests, copies or fetches are under way, leases are not recounted.
-
-    Args:
-        scheduler: the requests and tiers.
-        mover: the copies between host and device.
-        fetcher: the fetches from storage.
-        handoff: the published and claimed prompts.
-        num_leases: number of leases that callers of the service have acquired and not released.
-
-    Returns:
-        A sentence for each violation; [] for none.
-    """
-    tiers, index = scheduler.tiers, scheduler.index
-    requests = (*scheduler.running_requests, *scheduler.ending_requests)
-    private = [request.private_slots() for request in requests]
-    wrong = invariants.findings(
-        index,
-        tiers.slots.pools,
-        {
-            Tier.DEVICE: np.concatenate([tiers.slots.lent(Tier.DEVICE), *private]).tolist(),
-            Tier.HOST: tiers.slots.lent(Tier.HOST).tolist(),
-        },
-    )
-    wrong += scheduler.findings() + tiers.pins.findings()
-    is_busy = private or tiers.work.num_tasks or scheduler.num_waiting or mover.num_in_flight
-    if is_busy or fetcher.num_held:
-        return wrong
-    num_out = index.num_held_leases - tiers.pins.num_leases - handoff.source.num_leases
-    if num_out != num_leases:
-        wrong.append(f"no request runs, but {num_out} leases are held, not {num_leases}")
-    wrong += fetcher.findings() + scheduler.loads.findings()
-    return wrong + tiers.copies.findings() + handoff.findings()

@@ -20,14 +20,12 @@ class TextDecoder(Protocol):
 
     def feed(self, token: int) -> str:
         """Return the text that `token` completes; "" while a character is incomplete."""
-        ...
 
     def rest(self) -> str:
         """Return the text that `feed` has not returned yet. Call it after the last token.
 
         Bytes of an incomplete character become U+FFFD.
         """
-        ...
 
 
 class Tokenizer(Protocol):
@@ -50,7 +48,6 @@ class Tokenizer(Protocol):
         Raises:
             BadRequestError: the text cannot be encoded, such as a lone surrogate.
         """
-        ...
 
     def encode_chat(self, messages: Messages) -> bytes:
         """Return the tokens of a chat, up to the place where the next answer begins.
@@ -65,11 +62,9 @@ class Tokenizer(Protocol):
             BadRequestError: the model has no chat template, the template rejects the messages, or a
                 text cannot be encoded.
         """
-        ...
 
     def fewest_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of `text`, without encoding the text."""
-        ...
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`.
@@ -77,14 +72,12 @@ class Tokenizer(Protocol):
         Raises:
             BadRequestError: a token is not in [0, vocab_size).
         """
-        ...
 
     def token_text(self, token: int) -> str:
         """Return the text of `token` in the middle of a text; for a special token, its name.
 
         Bytes that are no whole character become U+FFFD.
         """
-        ...
 
     def decoder(self, before: bytes) -> TextDecoder:
         """Return a decoder for the answer to a prompt.
@@ -93,7 +86,6 @@ class Tokenizer(Protocol):
             before: the prompt's tokens, as little-endian int32 bytes. The text of the answer's
                 first tokens may depend on them.
         """
-        ...
 
 
 class StopFinder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -14,6 +13,7 @@ from tierkv.api.types import GenerateBody, LookupBody
 from tierkv.cli.output import json_option, print_json, progress
 from tierkv.cli.target import LONG_S, Target, node_options
 from tierkv.client import AsyncClient
+from tierkv.config import flat
 from tierkv.errors import ConfigError, InvariantError
 from tierkv.sched.explain import Explanation
 
@@ -131,7 +131,9 @@ def _explained(found: Explanation) -> list[str]:
 def stats(*, node: Target, as_json: bool) -> None:
     """Print the counters of a node."""
     answer = node.ask(AsyncClient.stats)
-    _print(answer, "\n".join(_flat(msgspec.to_builtins(answer))), as_json=as_json)
+    counts = flat(msgspec.to_builtins(answer))
+    shown = "\n".join(f"{name} {value}" for name, value in counts.items())
+    _print(answer, shown, as_json=as_json)
 
 
 @click.command()
@@ -183,13 +185,3 @@ def _print(answer: msgspec.Struct, text: str, *, as_json: bool) -> None:
         print_json(msgspec.to_builtins(answer))
     else:
         click.echo(text)
-
-
-def _flat(answer: Mapping[str, object], prefix: str = "") -> list[str]:
-    lines = []
-    for key, value in answer.items():
-        if isinstance(value, Mapping):
-            lines += _flat(value, f"{prefix}{key}.")
-        else:
-            lines.append(f"{prefix}{key} {value}")
-    return lines

@@ -9,7 +9,7 @@ import importlib.util
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 from tierkv.cache.keys import TOKEN_BYTES, count
 from tierkv.model_tokenizer import ModelTokenizer, read_tokenizer
@@ -34,8 +34,8 @@ _CHAT_FOLLOW_UP = "List three facts about the lighthouse."
 _TEXT_FOLLOW_UP = "\n\nAnd what happens to the blocks that nobody uses for a while?\n"
 
 
-class Prompts(Protocol):
-    """The prompts that `tierkv demo` sends, and their sizes.
+class TextPrompts:
+    """Prompts for the built-in model, which continues a text and has bytes as tokens.
 
     Attributes:
         num_tokens: number of tokens of the first prompt.
@@ -47,44 +47,6 @@ class Prompts(Protocol):
         room_tokens: number of tokens that the device can hold in addition to the first prompt.
         shown_characters: number of characters of an answer to print.
     """
-
-    num_tokens: int
-    max_tokens: int
-    gateway_tokens: int
-    tokens_before_kill: int
-    question: str
-    room_tokens: int
-    shown_characters: int
-
-    @property
-    def first(self) -> Fields: ...
-
-    def follow_up(self, answer: str) -> Fields:
-        """Return the next turn's prompt: the first prompt, `answer` and a further question."""
-        ...
-
-    def unrelated(self, number: int) -> Fields:
-        """Return a prompt that shares no block with the conversation.
-
-        Computing such prompts makes a node evict the blocks of the conversation from the device.
-
-        Args:
-            number: number of the prompt; each number gives a different prompt.
-        """
-        ...
-
-    @property
-    def through_gateway(self) -> Fields: ...
-
-
-def device_blocks(prompts: Prompts) -> int:
-    """Return the number of blocks for the device tier: 1.25 times those of one conversation."""
-    blocks = -(-(prompts.num_tokens + prompts.room_tokens) // BLOCK_SIZE)
-    return blocks + blocks // 4
-
-
-class TextPrompts:
-    """Prompts for the built-in model, which continues a text and has bytes as tokens."""
 
     gateway_tokens = 120
     tokens_before_kill = 20
@@ -102,9 +64,17 @@ class TextPrompts:
         return {"prompt": self._text}
 
     def follow_up(self, answer: str) -> Fields:
+        """Return the next turn's prompt: the first prompt, `answer` and a further question."""
         return {"prompt": self._text + answer + _TEXT_FOLLOW_UP}
 
     def unrelated(self, number: int) -> Fields:
+        """Return a prompt that shares no block with the conversation.
+
+        Computing such prompts makes a node evict the blocks of the conversation from the device.
+
+        Args:
+            number: number of the prompt; each number gives a different prompt.
+        """
         return {"prompt": f"Unrelated prompt {number}. " + self._text[::-1]}
 
     @property
@@ -165,6 +135,16 @@ class ChatPrompts:
     @property
     def through_gateway(self) -> Fields:
         return self._chat("Read this text.\n" + self._text)
+
+
+Prompts = TextPrompts | ChatPrompts
+"""The prompts that `tierkv demo` sends, and their sizes."""
+
+
+def device_blocks(prompts: Prompts) -> int:
+    """Return the number of blocks for the device tier: 1.25 times those of one conversation."""
+    blocks = -(-(prompts.num_tokens + prompts.room_tokens) // BLOCK_SIZE)
+    return blocks + blocks // 4
 
 
 @dataclass(frozen=True, slots=True)

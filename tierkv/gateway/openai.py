@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -82,6 +82,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     service_tier: str | None = None
     session_id: str | None = None
     kv_hints: KvHints | None = None
+    logprobs_field: ClassVar[str] = "logprobs"  # sets `num_logprobs`
 
     @property
     def token_limit(self) -> int:
@@ -110,11 +111,6 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Each has its log probability. None if the request asks for no log probabilities.
         """
         return None
-
-    @property
-    def logprobs_field(self) -> str:
-        """The name of the body's field that sets `num_logprobs`."""
-        return "logprobs"
 
     @property
     def num_choices(self) -> int:
@@ -313,6 +309,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    logprobs_field: ClassVar[str] = "top_logprobs"
 
     @property
     def token_limit(self) -> int:
@@ -327,10 +324,6 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
-
-    @property
-    def logprobs_field(self) -> str:
-        return "top_logprobs"
 
     def without_prompts(self) -> Self:
         return replace(self, messages=[])

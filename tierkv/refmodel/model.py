@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType
 
 import numpy as np
@@ -297,13 +297,7 @@ class LayerWeights:
     down: Floats
 
     def to(self, xp: ModuleType) -> LayerWeights:
-        return LayerWeights(
-            qkv=xp.asarray(self.qkv),
-            qkv_bias=xp.asarray(self.qkv_bias),
-            out=xp.asarray(self.out),
-            gate_up=xp.asarray(self.gate_up),
-            down=xp.asarray(self.down),
-        )
+        return LayerWeights(*[xp.asarray(getattr(self, field.name)) for field in fields(self)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,17 @@ from contextlib import (
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tierkv import observe
+import numpy as np
+
+from tierkv.cache import invariants
 from tierkv.cache.eviction import WriteRule
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Fingerprint, Names
 from tierkv.cache.layout import Layout
-from tierkv.cache.node import BlockPool
+from tierkv.cache.node import BlockPool, Tier
 from tierkv.errors import ConfigError, InvariantError, ShuttingDownError
-from tierkv.gpu.protocol import Device, HostSlots, Planes
+from tierkv.gpu.protocol import Device, Direction, HostSlots, Planes
+from tierkv.observe import Stats
 from tierkv.pd.claims import Claims
 from tierkv.pd.direct.direct import Direct
 from tierkv.pd.handoff import STAGING_BLOCKS, Handoff, Staging
@@ -223,10 +226,9 @@ class ServiceConfig:
     settings: CacheSettings
     handoff: HandoffSettings
     name: str
-    fingerprints: dict[str, Fingerprint] = field(init=False)
+    fingerprints: dict[str, Fingerprint] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fingerprints", {})
         self.reset_fingerprints()
 
     def reset_fingerprints(self) -> None:
@@ -364,18 +366,55 @@ class Components:
             raise InvariantError(tuple(wrong))
 
     def verify(self, num_leases: int = 0) -> list[str]:
-        """Return a sentence for each violated invariant.
+        """Check the bookkeeping: recount the leases, the slots and the states of blocks.
+
+        While requests, copies or fetches are under way, leases are not recounted.
 
         Args:
-            num_leases: number of leases that the caller has acquired and not released.
-        """
-        wrong = observe.verify(
-            self.scheduler, self.mover, self.fetcher, self.handoff, num_leases=num_leases
-        )
-        return wrong + self.tenants.findings()
+            num_leases: number of leases that callers of the service have acquired and not released.
 
-    def stats(self) -> observe.Stats:
-        return observe.stats(self.scheduler, self.mover, self.tiers.copies.storage, self.handoff)
+        Returns:
+            A sentence for each violation; [] for none.
+        """
+        tiers, scheduler, fetcher = self.tiers, self.scheduler, self.fetcher
+        requests = (*scheduler.running_requests, *scheduler.ending_requests)
+        private = [request.private_slots() for request in requests]
+        wrong = invariants.findings(
+            self.index,
+            tiers.slots.pools,
+            {
+                Tier.DEVICE: np.concatenate([tiers.slots.lent(Tier.DEVICE), *private]).tolist(),
+                Tier.HOST: tiers.slots.lent(Tier.HOST).tolist(),
+            },
+        )
+        wrong += scheduler.findings() + tiers.pins.findings() + self.tenants.findings()
+        is_busy = private or scheduler.num_waiting or fetcher.num_held
+        if is_busy or tiers.work.num_tasks or self.mover.num_in_flight:
+            return wrong
+        num_out = self.index.num_held_leases - tiers.pins.num_leases
+        num_out -= self.handoff.source.num_leases
+        if num_out != num_leases:
+            wrong.append(f"no request runs, but {num_out} leases are held, not {num_leases}")
+        wrong += fetcher.findings() + scheduler.loads.findings()
+        return wrong + tiers.copies.findings() + self.handoff.findings()
+
+    def stats(self) -> Stats:
+        tiers, scheduler, mover = self.tiers, self.scheduler, self.mover
+        storage = tiers.copies.storage
+        return Stats(
+            device=tiers.slots.pools[Tier.DEVICE].stats(),
+            host=tiers.slots.pools[Tier.HOST].stats(),
+            running_requests=len(scheduler.running_requests),
+            waiting_requests=scheduler.num_waiting,
+            requests=scheduler.stats,
+            tiers=tiers.eviction.stats,
+            storage=storage.stats if storage else None,
+            loaded_bytes=mover.bytes_moved[Direction.LOAD],
+            offloaded_bytes=mover.bytes_moved[Direction.OFFLOAD],
+            load_layers=mover.layer_times,
+            handoff=self.handoff.stats,
+            decisions=tiers.decisions,
+        )
 
 
 def check(config: ServiceConfig) -> RankedDevice | None:
