@@ -76,6 +76,11 @@ class Callers:
         await asyncio.to_thread(write, self.path, content)
 
 
+def bearer(token: str) -> dict[str, str]:
+    """The header of a caller, or none without a token."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 def callers_in(folder: Path) -> Callers:
     """Of a file that knows nobody yet."""
     callers = Callers(folder / "auth.json")

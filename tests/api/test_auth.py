@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from cryptography import x509
 from msgspec.structs import replace
 
-from tests.api.guarded import Authority, Callers, Guarded, callers_in, guarded
+from tests.api.guarded import Authority, Callers, Guarded, bearer, callers_in, guarded
 from tests.api.nodes import Answer, Client, process, run_to_end
 from tests.latch import until
 from tierkv.api.settings import NodeSettings
@@ -39,14 +39,8 @@ from tierkv.http.server import unix_listener
 from tierkv.http.settings import TlsSection
 
 
-@pytest.fixture
-def callers(tmp_path: Path) -> Callers:
-    return callers_in(tmp_path)
-
-
-async def stats(on: Guarded, token: str | None = None) -> Answer:
-    headers = {"Authorization": f"Bearer {token}"} if token else None
-    return await on.client.get("/v1/stats", headers=headers)
+async def stats(on: Guarded, token: str = "") -> Answer:
+    return await on.client.get("/v1/stats", headers=bearer(token))
 
 
 async def until_status(on: Guarded, token: str, status: int) -> None:
@@ -201,9 +195,7 @@ async def test_two_commands_at_a_time_lose_no_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("before", "status"),
-    [
-        *(("bEaReR   ", 200), ("Bearer", 401), ("Bearer \t", 401), ("Bearer\xa0", 401)),
-    ],
+    [("bEaReR   ", 200), ("Bearer", 401), ("Bearer \t", 401), ("Bearer\xa0", 401)],
 )
 async def test_bearer_in_any_case_and_one_space_or_more_are_before_a_token(
     before: str, status: int, callers: Callers
@@ -224,8 +216,7 @@ async def test_a_process_with_an_auth_file_may_listen_on_all_addresses(
         client = Client(url, node.client.session)
         assert (await client.get("/livez")).status == 200
         assert (await client.get("/v1/stats")).code == "unauthenticated"
-        headers = {"Authorization": f"Bearer {token}"}
-        assert (await client.get("/v1/stats", headers=headers)).status == 200
+        assert (await client.get("/v1/stats", headers=bearer(token))).status == 200
         assert "unencrypted" in node.log_text()
         assert token not in node.log_text()
         node.terminate()
@@ -250,25 +241,12 @@ async def status_of(
     url: str, context: ssl.SSLContext, token: str = "", path: str = "/v1/stats"
 ) -> int | None:
     """Return the status of a call over a connection of its own; None where TLS refuses that."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     connector = aiohttp.TCPConnector(ssl=context)
     async with aiohttp.ClientSession(connector=connector) as session:
         try:
-            return (await Client(url, session).get(path, headers=headers)).status
+            return (await Client(url, session).get(path, headers=bearer(token))).status
         except (aiohttp.ClientError, OSError):
             return None
-
-
-async def test_a_token_over_tls(callers: Callers, tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    tls = TlsSection(cert=str(authority.issue("node")))
-    token = await callers.token(RoleName.READ)
-    trusting, stranger = authority.trusted_by(), ssl.create_default_context()
-    async with guarded(callers, tls=tls) as on:
-        assert on.url.startswith("https://")
-        assert await status_of(on.url, trusting, token) == 200
-        assert await status_of(on.url, trusting) == 401
-        assert await status_of(on.url, stranger, token) is None
 
 
 @pytest.mark.parametrize("subject", ["DNS:prefill-1", "URI:spiffe://a/b", "CN:worker"])
@@ -367,11 +345,11 @@ def test_client_certificates_without_a_list_of_callers_are_refused() -> None:
 # The Unix socket
 
 
-async def over(path: Path, token: str | None = None) -> Answer:
-    headers = {"Authorization": f"Bearer {token}"} if token else None
+async def over(path: Path, token: str = "") -> Answer:
     connector = aiohttp.UnixConnector(str(path))
     async with aiohttp.ClientSession(connector=connector) as session:
-        return await Client("http://localhost", session).get("/v1/verify", headers=headers)
+        client = Client("http://localhost", session)
+        return await client.get("/v1/verify", headers=bearer(token))
 
 
 async def test_the_nodes_own_user_is_an_admin_over_its_socket(

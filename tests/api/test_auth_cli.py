@@ -6,17 +6,10 @@ import asyncio
 import json
 from pathlib import Path
 
-import pytest
-
-from tests.api.guarded import Authority, Callers, callers_in, guarded
+from tests.api.guarded import Authority, Callers, guarded
 from tests.api.nodes import run_to_end
 from tierkv.http.callers import RoleName
 from tierkv.http.settings import TlsSection
-
-
-@pytest.fixture
-def callers(tmp_path: Path) -> Callers:
-    return callers_in(tmp_path)
 
 
 async def test_commands_bring_the_token_of_the_environment(

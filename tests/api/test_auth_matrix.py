@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from multidict import CIMultiDict
 
-from tests.api.guarded import Callers, Guarded, callers_in, guarded
+from tests.api.guarded import Callers, Guarded, bearer, guarded
 from tests.api.nodes import Answer, route_table
 from tierkv.http.callers import Access, RoleName, digest_of, new_token
 from tierkv.http.route import Route
@@ -30,43 +29,14 @@ def path_of(row: Route) -> str:
     return "/".join(parts)
 
 
-async def call(
-    on: Guarded, row: Route, headers: Headers | None = None, method: str | None = None
-) -> Answer:
-    """Without a body: who gets past the guard is told so, by anything but 401 and 403. An answer
-    that never ends, of an event stream, counts by its head."""
-    async with (
-        asyncio.timeout(20),
-        on.client.session.request(
-            method or row.method, on.url + path_of(row), headers=headers
-        ) as response,
-    ):
-        if response.content_type == "text/event-stream":
-            return Answer(response.status, response.headers.copy(), None)
-        raw = await response.read()
-        is_json = response.content_type.endswith("json") and raw
-        body = await response.json(content_type=None) if is_json else raw
-        return Answer(response.status, response.headers.copy(), body)
-
-
-def bearer(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"}
-
-
-@pytest.fixture
-def callers(tmp_path: Path) -> Callers:
-    return callers_in(tmp_path)
+async def call(on: Guarded, row: Route, headers: Headers, method: str = "") -> Answer:
+    """Without a body: who gets past the guard is told so, by anything but 401 and 403."""
+    async with asyncio.timeout(20):
+        return await on.client.ask(method or row.method, path_of(row), headers=headers)
 
 
 def disguises(good: str, late: str, other: str) -> dict[str, Headers]:
     """Every way to be nobody, with a good token, an expired one and one of another node at hand."""
-    twice: CIMultiDict[str] = CIMultiDict()
-    twice.add("Authorization", f"Bearer {good}")
-    twice.add("Authorization", f"Bearer {good}")
-    good_then_bad: CIMultiDict[str] = CIMultiDict(twice)
-    good_then_bad.popall("Authorization")
-    good_then_bad.add("Authorization", f"Bearer {good}")
-    good_then_bad.add("Authorization", "Bearer x")
     return {
         "none": {},
         "unknown": bearer(other),
@@ -87,8 +57,8 @@ def disguises(good: str, late: str, other: str) -> dict[str, Headers]:
         "scheme in part": {"Authorization": f"Bear {good}"},
         "two tokens": {"Authorization": f"Bearer {good} {good}"},
         "comma": {"Authorization": f"Bearer {good}, Bearer {good}"},
-        "twice": twice,
-        "good then bad": good_then_bad,
+        "twice": CIMultiDict([*bearer(good).items()] * 2),
+        "good then bad": CIMultiDict([*bearer(good).items(), *bearer("x").items()]),
         "other header": {"X-Authorization": f"Bearer {good}"},
         "proxy header": {"Proxy-Authorization": f"Bearer {good}"},
         "cookie": {"Cookie": f"token={good}"},
@@ -158,4 +128,4 @@ async def test_every_route_says_what_it_needs_and_only_probes_are_public() -> No
 async def test_a_node_without_an_auth_file_asks_nobody() -> None:
     async with guarded(None) as on:
         for row in TABLE:
-            assert (await call(on, row)).status not in REFUSED, row.path
+            assert (await call(on, row, {})).status not in REFUSED, row.path

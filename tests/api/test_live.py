@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from tests.api.guarded import callers_in, guarded
+from tests.api.guarded import Callers, bearer, guarded
 from tests.api.nodes import Client, Here, here, process
 from tests.latch import until
 from tierkv.http import live
@@ -66,18 +66,16 @@ class Stream:
 
 @asynccontextmanager
 async def opened(client: Client, token: str = "") -> AsyncIterator[Stream]:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     async with client.session.get(
-        f"{client.url}/live/stream", headers=headers, read_bufsize=1 << 21
+        f"{client.url}/live/stream", headers=bearer(token), read_bufsize=1 << 21
     ) as response:
         assert response.status == 200, await response.text()
         yield Stream(response)
 
 
 async def generate(client: Client, prompt: str, name: str, token: str = "") -> None:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     body = {"prompt": prompt, "max_tokens": 2, "request_id": name}
-    answer = await client.ask("POST", "/v1/generate", json=body, headers=headers)
+    answer = await client.ask("POST", "/v1/generate", json=body, headers=bearer(token))
     assert answer.status == 200, answer.body
 
 
@@ -192,8 +190,9 @@ async def test_what_is_told_of_requests_is_moments_and_counts_and_never_a_token(
 
 
 @pytest.mark.promise("A tenant's live page shows only its own requests.")
-async def test_a_callers_page_shows_the_requests_and_prefixes_of_its_tenant(tmp_path: Path) -> None:
-    callers = await asyncio.to_thread(callers_in, tmp_path)
+async def test_a_callers_page_shows_the_requests_and_prefixes_of_its_tenant(
+    callers: Callers,
+) -> None:
     one, two = [await callers.token(RoleName.WRITE, name) for name in ("one", "two")]
     admin = await callers.token(RoleName.ADMIN)
     async with guarded(callers) as on:
@@ -209,17 +208,15 @@ async def test_a_callers_page_shows_the_requests_and_prefixes_of_its_tenant(tmp_
         assert seen[two] == ({"second": 2}, 1)
         assert seen[admin] == ({"first": 1, "second": 2}, 2)
         for token, number, status in ((one, 1, 200), (one, 2, 404), (two, 1, 404), (admin, 1, 200)):
-            path, headers = f"/live/requests/{number}/explain", {"Authorization": f"Bearer {token}"}
-            assert (await on.client.ask("GET", path, headers=headers)).status == status
+            path = f"/live/requests/{number}/explain"
+            assert (await on.client.get(path, headers=bearer(token))).status == status
         assert (await on.client.get("/live/requests/1/explain")).status == 401
         for path in ("/live/requests/x/explain", "/live/requests/999/explain"):
-            headers = {"Authorization": f"Bearer {admin}"}
-            answer = await on.client.ask("GET", path, headers=headers)
+            answer = await on.client.get(path, headers=bearer(admin))
             assert (answer.status, answer.code) == (404, "unknown_id")
 
 
-async def test_the_page_itself_is_public_and_its_data_is_not(tmp_path: Path) -> None:
-    callers = await asyncio.to_thread(callers_in, tmp_path)
+async def test_the_page_itself_is_public_and_its_data_is_not(callers: Callers) -> None:
     async with guarded(callers) as on:
         page = await on.client.get("/")
         assert page.status == 200
@@ -230,30 +227,17 @@ async def test_the_page_itself_is_public_and_its_data_is_not(tmp_path: Path) -> 
             assert answer.status == 200, name
             assert answer.body
         assert (await on.client.get("/live/stream")).code == "unauthenticated"
-        wrong = {"Authorization": "Bearer tkv_0000000000000000_no"}
-        assert (await on.client.ask("GET", "/live/stream", headers=wrong)).status == 401
+        wrong = bearer("tkv_0000000000000000_no")
+        assert (await on.client.get("/live/stream", headers=wrong)).status == 401
         for path in ("/live/none.js", "/live/..%2Flive.py", "/live/uplot.LICENSE", "/live/page"):
             assert (await on.client.get(path)).status == 404, path
 
 
 def test_the_wheel_has_the_page_and_the_library_is_what_was_published(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "-q",
-            "--no-deps",
-            "--no-build-isolation",
-            "-w",
-            tmp_path,
-            root,
-        ],
-        check=True,
-        timeout=120,
-    )
+    options = ("-q", "--no-deps", "--no-build-isolation", "-w", tmp_path)
+    command = [sys.executable, "-m", "pip", "wheel", *options, root]
+    subprocess.run(command, check=True, timeout=120)
     [wheel] = tmp_path.glob("*.whl")
     inside = zipfile.ZipFile(wheel).namelist()
     for file in PAGE.iterdir():

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 
 import msgpack
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from tests.api.guarded import callers_in, guarded
+from tests.api.guarded import Callers, bearer, guarded
 from tests.api.nodes import Here, here
 from tests.latch import until
 from tierkv.errors import HandoffError
 from tierkv.http.bodies import JSON, MSGPACK, REQUEST_ID
 from tierkv.http.callers import RoleName
-from tierkv.http.problems import ERRORS, HTTP_CODES, PROBLEMS, problem_headers, problem_of
+from tierkv.http.problems import problem_headers, problem_of
 from tierkv.pd.tickets import HandoffProblem
 
 HUGE = "9" * 5000
@@ -175,19 +174,10 @@ async def test_an_optional_body_that_turns_out_to_be_empty_is_none(on: Here) -> 
     writer.close()
 
 
-def test_every_code_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
-    codes = {code for _, _, code, _ in ERRORS} | set(HTTP_CODES.values())
-    codes |= {code for code, _, _ in PROBLEMS.values()}
-    assert not [code for code in codes if f"`{code}`" not in text]
-
-
 async def test_a_message_calls_things_as_their_caller_does_and_not_by_inner_names(
-    tmp_path: Path,
+    callers: Callers,
 ) -> None:
-    callers = await asyncio.to_thread(callers_in, tmp_path)
-    token = await callers.token(RoleName.WRITE, "acme")
-    headers = {"Authorization": f"Bearer {token}"}
+    headers = bearer(await callers.token(RoleName.WRITE, "acme"))
     async with guarded(callers) as on:
         body = {"prompt": "a", "ticket_id": "mine", "deadline_s": 0.05}
         answer = await on.client.ask("POST", "/v1/decode", json=body, headers=headers)

@@ -12,9 +12,8 @@ from tests.api.nodes import Here, compute, here, prefetched
 from tests.latch import until
 from tierkv.api import pins, prefetches
 from tierkv.cache.keys import MediaItem, pack
-from tierkv.clock import SystemClock
 from tierkv.sched.tenants import MAX_ADAPTERS
-from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.memory import MemoryStore
 
 Json = dict[str, Any]
 TOKENS = list(range(40))
@@ -31,8 +30,7 @@ async def test_lookup_and_explain_tell_where_a_prompt_is(on: Here) -> None:
     assert answer.body["first_miss"] == 2
 
 
-async def test_a_prefetch_brings_a_prompt_from_storage_to_the_host() -> None:
-    store = MemoryStore(MemorySettings(), SystemClock())
+async def test_a_prefetch_brings_a_prompt_from_storage_to_the_host(store: MemoryStore) -> None:
     async with here(store=store) as on:
         await compute(on.node, TOKENS, ticket_id="t")
         await on.settle()

@@ -20,13 +20,8 @@ from tierkv.http.bodies import JSON
 TOKENS = list(range(48))
 
 
-def generation(request_id: str, **fields: Any) -> bytes:
-    body = {"tokens": TOKENS, "max_tokens": 1, "request_id": request_id} | fields
-    return json.dumps(body).encode()
-
-
 @asynccontextmanager
-async def half_open(on: Here, body: bytes, path: str = "/v1/generate") -> AsyncIterator[None]:
+async def half_open(on: Here, path: str, body: bytes) -> AsyncIterator[None]:
     """A question on a connection of its own, that is cut at the end of the body."""
     url = urlsplit(on.client.url)
     _, writer = await asyncio.open_connection(url.hostname, url.port)
@@ -47,7 +42,10 @@ async def test_a_client_that_goes_in_the_middle_of_an_admission_leaves_nothing(o
     for trial in range(40):
         if trial % 2:  # nobody is admitted: the client goes while its request waits
             await on.client.ask("POST", "/v1/pause")
-        async with half_open(on, generation(f"r{trial}", max_tokens=dice.randrange(1, 32))):
+        body: dict[str, Any] = {"tokens": TOKENS, "request_id": f"r{trial}"}
+        if (path := dice.choice(["generate", "prefill"])) == "generate":
+            body["max_tokens"] = dice.randrange(1, 32)
+        async with half_open(on, f"/v1/{path}", json.dumps(body).encode()):
             await asyncio.sleep(dice.random() * 0.004)
         if trial % 2:
             await until(lambda: service.stats().waiting_requests == 0, "nobody that waits")

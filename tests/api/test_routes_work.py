@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
-from tests.api.nodes import Here, here
+from tests.api.nodes import Here, here, holding
 from tests.e2e.exact import text, truth
-from tests.latch import until
+from tests.latch import turns, until
 from tierkv.api.settings import Role
-from tierkv.clock import SystemClock
 from tierkv.engine import Sampling
 from tierkv.pd.tickets import Standing
 from tierkv.refmodel.model import decode as decode_text
-from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.memory import MemoryStore
 
 PROMPT = text(100)
 BODY = {"prompt": decode_text(PROMPT), "max_tokens": 8}
@@ -84,8 +84,7 @@ async def test_log_probabilities_are_the_same_computed_cached_streamed_and_hande
     assert (await on.client.post("/v1/generate", BODY)).body["logprobs"] is None
 
 
-async def test_one_node_publishes_and_another_goes_on() -> None:
-    store = MemoryStore(MemorySettings(), SystemClock())
+async def test_one_node_publishes_and_another_goes_on(store: MemoryStore) -> None:
     async with here(Role.PREFILL, store=store) as on:
         body = {"prompt": BODY["prompt"], "ticket_id": "a ticket/1".replace(" ", "-")}
         published = await on.client.post("/v1/prefill", body)
@@ -193,6 +192,31 @@ async def test_the_request_id_of_body_or_header_comes_back_and_one_is_made_other
     assert header.headers["X-Request-Id"] == header.body["request_id"] == "header-id"
     made = [await on.client.post("/v1/generate", {"prompt": "a"}) for _ in range(2)]
     assert len({answer.body["request_id"] for answer in made}) == 2
+
+
+FULL = list(range(64 * 16))  # all 64 blocks
+
+
+async def test_a_request_in_the_line_is_ended_and_every_caller_that_waits_for_it_is_told(
+    on: Here,
+) -> None:
+    body = {"tokens": [1, 2, 3], "request_id": "second", "max_tokens": 1}
+    async with holding(on.node, FULL):
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(on.client.post("/v1/generate", body)) for _ in range(3)]
+            await until(lambda: on.node.service.stats().waiting_requests == 1, "one in line")
+            await until(lambda: on.node.num_working == len(asked), "all three calls")
+            await turns(50)  # until the last one's body has been read
+            ended = await on.client.ask("DELETE", "/v1/requests/second")
+        assert ended.status == 200
+        assert ended.body == {"request_id": "second", "state": "aborted"}
+        for task in asked:
+            assert (task.result().status, task.result().code) == (409, "aborted")
+        again = await on.client.ask("DELETE", "/v1/requests/second")
+        assert (again.status, again.code) == (404, "unknown_id")
+    assert (await on.client.post("/v1/generate", body)).status == 200
+    over = await on.client.ask("DELETE", "/v1/requests/second")
+    assert (over.status, over.code) == (404, "unknown_id")
 
 
 # Texts and tokens

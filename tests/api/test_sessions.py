@@ -81,61 +81,58 @@ async def stored_only(on: Here) -> None:
 
 @pytest.mark.promise("A node evicts a session's last turn after all other blocks, until its end.")
 @pytest.mark.parametrize("place", ["field", "header"])
-async def test_a_turn_of_a_session_is_evicted_after_all_other_blocks(place: str) -> None:
+async def test_a_turn_of_a_session_is_evicted_after_all_other_blocks(on: Here, place: str) -> None:
     field = {"session_id": "s"} if place == "field" else {}
     headers = {"X-Session-ID": "s"} if place == "header" else {}
-    async with here() as on:
-        body = BODY | field
-        turn = await on.client.ask("POST", "/v1/generate", json=body, headers=headers)
-        other = await on.client.post("/v1/generate", {"tokens": [99] * 100, "max_tokens": 1})
-        assert turn.status == other.status == 200
-        kept = (await on.client.get("/v1/pins/s")).body
-        assert (kept["soft"], kept["num_tokens"], kept["prompt_tokens"]) == (True, 96, 108)
-        assert 0 < kept["expires_in_s"] <= 300
-        await ask_others(on.client)
-        whole = [*PROMPT, *turn.body["tokens"]]
-        assert await num_found(on.client, whole) >= 96
-        assert await num_found(on.client, [99] * 100) == 0
-        assert (await on.client.ask("DELETE", "/v1/pins/s")).status == 200
-        assert on.node.service.tiers.pins.soft_ends == []
-        await ask_others(on.client)
-        assert await num_found(on.client, whole) == 0
-        await on.settle()
+    body = BODY | field
+    turn = await on.client.ask("POST", "/v1/generate", json=body, headers=headers)
+    other = await on.client.post("/v1/generate", {"tokens": [99] * 100, "max_tokens": 1})
+    assert turn.status == other.status == 200
+    kept = (await on.client.get("/v1/pins/s")).body
+    assert (kept["soft"], kept["num_tokens"], kept["prompt_tokens"]) == (True, 96, 108)
+    assert 0 < kept["expires_in_s"] <= 300
+    await ask_others(on.client)
+    whole = [*PROMPT, *turn.body["tokens"]]
+    assert await num_found(on.client, whole) >= 96
+    assert await num_found(on.client, [99] * 100) == 0
+    assert (await on.client.ask("DELETE", "/v1/pins/s")).status == 200
+    assert on.node.service.tiers.pins.soft_ends == []
+    await ask_others(on.client)
+    assert await num_found(on.client, whole) == 0
 
 
-async def test_a_session_that_cannot_be_kept_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_that_cannot_be_kept_is_no_error(
+    on: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pins, "MAX_PINS", 1)
-    async with here() as on:
-        for session in ("a", "b"):
-            answer = await on.client.post("/v1/generate", BODY | {"session_id": session})
-            assert answer.status == 200
-        assert (await on.client.get("/v1/pins/a")).status == 200
-        assert (await on.client.get("/v1/pins/b")).status == 404
-        assert await counted(on.client) == {
-            "tierkv_sessions": 1,
-            'tierkv_session_turns_total{outcome="kept"}': 1,
-            'tierkv_session_turns_total{outcome="not_kept"}': 1,
-            'tierkv_kv_hints_total{outcome="followed"}': 0,
-            'tierkv_kv_hints_total{outcome="ignored"}': 0,
-        }
-        refused = await on.client.post("/v1/generate", BODY | {"session_id": "a b"})
-        assert (refused.status, refused.code) == (422, "invalid_body")
+    for session in ("a", "b"):
+        answer = await on.client.post("/v1/generate", BODY | {"session_id": session})
+        assert answer.status == 200
+    assert (await on.client.get("/v1/pins/a")).status == 200
+    assert (await on.client.get("/v1/pins/b")).status == 404
+    assert await counted(on.client) == {
+        "tierkv_sessions": 1,
+        'tierkv_session_turns_total{outcome="kept"}': 1,
+        'tierkv_session_turns_total{outcome="not_kept"}': 1,
+        'tierkv_kv_hints_total{outcome="followed"}': 0,
+        'tierkv_kv_hints_total{outcome="ignored"}': 0,
+    }
+    refused = await on.client.post("/v1/generate", BODY | {"session_id": "a b"})
+    assert (refused.status, refused.code) == (422, "invalid_body")
 
 
 @pytest.mark.promise("Metrics count the kept sessions and their turns; an ended session leaves.")
-async def test_metrics_count_kept_sessions_and_their_turns() -> None:
-    async with here() as on:
-        for session in ("a", "a", "b", "c"):
-            await on.client.post("/v1/generate", BODY | {"session_id": session})
-        await on.client.post("/v1/generate", BODY)
-        found = await counted(on.client)
-        assert found["tierkv_sessions"] == 3
-        assert found['tierkv_session_turns_total{outcome="kept"}'] == 4
-        await on.client.ask("DELETE", "/v1/pins/a")
-        pin = {"prompt": BODY["prompt"], "ttl_s": 60.0}
-        await on.client.ask("PUT", "/v1/pins/b", json=pin)  # a pin of the caller, no session
-        assert (await counted(on.client))["tierkv_sessions"] == 1
-        await on.settle()
+async def test_metrics_count_kept_sessions_and_their_turns(on: Here) -> None:
+    for session in ("a", "a", "b", "c"):
+        await on.client.post("/v1/generate", BODY | {"session_id": session})
+    await on.client.post("/v1/generate", BODY)
+    found = await counted(on.client)
+    assert found["tierkv_sessions"] == 3
+    assert found['tierkv_session_turns_total{outcome="kept"}'] == 4
+    await on.client.ask("DELETE", "/v1/pins/a")
+    pin = {"prompt": BODY["prompt"], "ttl_s": 60.0}
+    await on.client.ask("PUT", "/v1/pins/b", json=pin)  # a pin of the caller, no session
+    assert (await counted(on.client))["tierkv_sessions"] == 1
 
 
 @pytest.mark.promise("After a session's time its blocks are evicted like others.")
@@ -146,7 +143,6 @@ async def test_a_session_whose_time_has_passed_keeps_nothing() -> None:
         await until(lambda: on.node.service.tiers.pins.soft_ends == [], "the end of the session")
         assert (await counted(on.client))["tierkv_sessions"] == 0
         assert (await on.client.get("/v1/pins/s")).status == 404
-        await on.settle()
 
 
 async def test_sessions_are_not_kept_where_their_time_is_0() -> None:
@@ -158,16 +154,15 @@ async def test_sessions_are_not_kept_where_their_time_is_0() -> None:
 
 
 @pytest.mark.promise("Protected sessions never make a request fail for lack of blocks.")
-async def test_sessions_that_fill_all_tiers_keep_no_request_waiting() -> None:
-    async with here() as on:  # device and host have 64 blocks each, a turn 7
-        for number in range(30):
-            body = {"tokens": [number + 1] * 100, "max_tokens": 1, "session_id": f"s{number}"}
-            assert (await on.client.post("/v1/generate", body)).status == 200
-        assert (await counted(on.client))["tierkv_sessions"] == 30
-        whole_device = {"tokens": [99] * (62 * 16), "max_tokens": 4}
-        answer = await on.client.post("/v1/generate", whole_device)
-        assert answer.status == 200
-        await on.settle()
+async def test_sessions_that_fill_all_tiers_keep_no_request_waiting(on: Here) -> None:
+    # device and host have 64 blocks each, a turn 7
+    for number in range(30):
+        body = {"tokens": [number + 1] * 100, "max_tokens": 1, "session_id": f"s{number}"}
+        assert (await on.client.post("/v1/generate", body)).status == 200
+    assert (await counted(on.client))["tierkv_sessions"] == 30
+    whole_device = {"tokens": [99] * (62 * 16), "max_tokens": 4}
+    answer = await on.client.post("/v1/generate", whole_device)
+    assert answer.status == 200
 
 
 @pytest.mark.promise("A session's next turn is fetched from storage while it waits for room.")
@@ -186,68 +181,61 @@ async def test_the_next_turn_is_fetched_from_storage_while_it_waits_for_room() -
             answer = await asked
         assert answer.status == 200
         assert answer.body["matched"]["storage"] == 40
-        await on.settle()
 
 
 @pytest.mark.promise("A `kv.fetch` hint ahead of a turn brings its stored blocks to the host.")
-async def test_a_hint_to_fetch_ahead_of_a_turn_brings_its_blocks_to_the_host() -> None:
-    async with here() as on:
-        await stored_only(on)
-        body = {"tokens": TOKENS, "request_id": "p", **hints(FETCH)}
-        begun = await on.client.post("/v1/prefetches", body)
-        assert begun.status == 202
-        done = await prefetched(on.client, "p")
-        assert (done["state"], done["fetched_tokens"], done["problem"]) == ("done", 40, None)
-        turn = {"tokens": [*TOKENS, 60], "max_tokens": 1, "session_id": "s"}
-        matched = (await on.client.post("/v1/generate", turn)).body["matched"]
-        assert (matched["host"], matched["storage"]) == (40, 0)
-        assert await num_hints(on.client) == (1, 0)
-        await on.settle()
+async def test_a_hint_to_fetch_ahead_of_a_turn_brings_its_blocks_to_the_host(on: Here) -> None:
+    await stored_only(on)
+    body = {"tokens": TOKENS, "request_id": "p", **hints(FETCH)}
+    begun = await on.client.post("/v1/prefetches", body)
+    assert begun.status == 202
+    done = await prefetched(on.client, "p")
+    assert (done["state"], done["fetched_tokens"], done["problem"]) == ("done", 40, None)
+    turn = {"tokens": [*TOKENS, 60], "max_tokens": 1, "session_id": "s"}
+    matched = (await on.client.post("/v1/generate", turn)).body["matched"]
+    assert (matched["host"], matched["storage"]) == (40, 0)
+    assert await num_hints(on.client) == (1, 0)
 
 
 @pytest.mark.promise("Hints of unknown actions, versions and protocols are ignored and counted.")
 @pytest.mark.parametrize("unknown", UNKNOWN)
-async def test_an_unknown_hint_is_ignored_and_counted(unknown: str) -> None:
+async def test_an_unknown_hint_is_ignored_and_counted(on: Here, unknown: str) -> None:
     given = UNKNOWN[unknown]
     num_ignored = len(given["kv_hints"]["actions"])
-    async with here() as on:
-        await stored_only(on)
-        body = {"tokens": TOKENS, "request_id": "p", **given}
-        ahead = await on.client.post("/v1/prefetches", body)
-        assert (ahead.status, ahead.body["state"]) == (202, "partial")
-        assert ahead.body["problem"] == "kv_hints has no action kv.fetch 1.0 of protocol 0.1"
-        assert (await on.client.post("/v1/prefetches", body)).body == ahead.body
-        assert (await on.client.get("/v1/prefetches/p")).body == ahead.body
-        assert await num_found(on.client, TOKENS) == 0
-        assert await num_hints(on.client) == (0, 2 * num_ignored)
-        answer = await on.client.post("/v1/generate", BODY | given)
-        assert answer.body["tokens"] == list(truth(PROMPT, 8).tokens)
-        assert await num_hints(on.client) == (0, 3 * num_ignored)
-        await on.settle()
+    await stored_only(on)
+    body = {"tokens": TOKENS, "request_id": "p", **given}
+    ahead = await on.client.post("/v1/prefetches", body)
+    assert (ahead.status, ahead.body["state"]) == (202, "partial")
+    assert ahead.body["problem"] == "kv_hints has no action kv.fetch 1.0 of protocol 0.1"
+    assert (await on.client.post("/v1/prefetches", body)).body == ahead.body
+    assert (await on.client.get("/v1/prefetches/p")).body == ahead.body
+    assert await num_found(on.client, TOKENS) == 0
+    assert await num_hints(on.client) == (0, 2 * num_ignored)
+    answer = await on.client.post("/v1/generate", BODY | given)
+    assert answer.body["tokens"] == list(truth(PROMPT, 8).tokens)
+    assert await num_hints(on.client) == (0, 3 * num_ignored)
 
 
 @pytest.mark.parametrize(
     "envelope", [{"actions": []}, {"protocol_version": "0.1", "actions": [FETCH] * 257}, "0.1"]
 )
-async def test_a_malformed_envelope_is_refused(envelope: object) -> None:
-    async with here() as on:
-        refused = await on.client.post("/v1/generate", BODY | {"kv_hints": envelope})
-        assert (refused.status, refused.code) == (422, "invalid_body")
-        assert await num_hints(on.client) == (0, 0)
+async def test_a_malformed_envelope_is_refused(on: Here, envelope: object) -> None:
+    refused = await on.client.post("/v1/generate", BODY | {"kv_hints": envelope})
+    assert (refused.status, refused.code) == (422, "invalid_body")
+    assert await num_hints(on.client) == (0, 0)
 
 
 @pytest.mark.parametrize("end", ["cancel", "shutdown"])
-async def test_a_hinted_fetch_that_is_cut_off_leaves_no_block_held(end: str) -> None:
-    async with here() as on:  # closing recounts all blocks and leases, and raises what is left
-        await stored_only(on)
-        await on.client.post("/v1/generate", BODY | {"session_id": "s"})
-        on.store.hold()
-        body = {"tokens": TOKENS, "request_id": "p", **hints(FETCH)}
-        assert (await on.client.post("/v1/prefetches", body)).body["state"] == "running"
-        if end == "cancel":
-            await on.client.ask("DELETE", "/v1/prefetches/p")
-            on.store.release()
-            await on.settle()
+async def test_a_hinted_fetch_that_is_cut_off_leaves_no_block_held(on: Here, end: str) -> None:
+    # closing recounts all blocks and leases, and raises what is left
+    await stored_only(on)
+    await on.client.post("/v1/generate", BODY | {"session_id": "s"})
+    on.store.hold()
+    body = {"tokens": TOKENS, "request_id": "p", **hints(FETCH)}
+    assert (await on.client.post("/v1/prefetches", body)).body["state"] == "running"
+    if end == "cancel":
+        await on.client.ask("DELETE", "/v1/prefetches/p")
+    on.settles = end == "cancel"  # else the node closes while it fetches
 
 
 @pytest.mark.promise("Through the gateway, a session's next turn goes to the node that kept it.")
@@ -265,8 +253,6 @@ async def test_through_a_gateway_the_next_turn_goes_to_the_node_that_kept_the_se
             assert sorted(kept) == [0, 1], turn
         at = nodes[kept.index(1)]
         assert (await counted(at.client))['tierkv_session_turns_total{outcome="kept"}'] == 3
-        for on in nodes:
-            await on.settle()
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -14,10 +15,9 @@ from tests.api.nodes import Client, Here, here, settings
 from tierkv.api.node import Node
 from tierkv.api.server import listening
 from tierkv.api.settings import Role
-from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.http.server import bind
-from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.memory import MemoryStore
 
 
 @pytest.mark.parametrize("path", ["/readyz", "/healthz"])
@@ -72,25 +72,21 @@ async def test_a_lost_device_makes_a_node_unready_and_leaves_it_alive(on: Here) 
     assert (await on.client.get("/v1/verify")).body == {"findings": []}
 
 
-async def test_a_draining_node_is_alive_and_not_ready_and_takes_no_work(on: Here) -> None:
+@pytest.mark.parametrize("failure", [None, "tierkv-flush ended with OSError: disk full"])
+async def test_a_draining_node_is_alive_takes_no_work_and_says_why_it_is_not_ready(
+    on: Here, failure: str | None
+) -> None:
+    on.node.service.failure = failure
     on.node.drain()
     assert (await on.client.get("/livez")).status == 200
+    why = f"shutting down after a failure: {failure}" if failure else "shutting down"
     for verbose in ("", "?verbose"):
         answer = await on.client.get(f"/readyz{verbose}")
         assert (answer.status, answer.code) == (503, "not_ready")
-        assert "shutting down" in answer.body["detail"]
+        assert f"this node is {why}" in answer.body["detail"]
     for path in ("generate", "prefill", "decode", "lookup"):
         refused = await on.client.post(f"/v1/{path}", {"prompt": "a", "ticket_id": "t"})
         assert (refused.status, refused.code) == (503, "shutting_down")
-
-
-async def test_a_node_that_shuts_down_after_a_failure_names_it(on: Here) -> None:
-    on.node.service.failure = "tierkv-flush ended with OSError: disk full"
-    on.node.drain()
-    answer = await on.client.get("/readyz")
-    assert answer.status == 503
-    why = "this node is shutting down after a failure: tierkv-flush ended with OSError: disk full"
-    assert why in answer.body["detail"]
 
 
 async def test_a_node_that_has_not_started_is_alive_and_not_ready() -> None:
@@ -179,10 +175,17 @@ async def test_counts_follow_what_happens(on: Here) -> None:
     assert value("tierkv_http_requests_total", route="/v1/generate", status="2xx") == 2
     assert value("tierkv_time_to_first_token_seconds_count", operation="generate") == 2
     assert value("tierkv_time_to_first_token_seconds_count", operation="prefill") == 1
+    assert value("tierkv_estimated_seconds", way="compute") > 0
+    await on.client.post("/v1/decode", {"prompt": prompt, "ticket_id": "t", "max_tokens": 2})
+    async with asyncio.timeout(10):  # the node measures its loop every 50 ms
+        while not value("tierkv_event_loop_lag_seconds_count"):
+            found = await samples(on.client)
+    found = await samples(on.client)
+    assert value("tierkv_handoffs_total", side="publish", outcome="published") == 1
+    assert value("tierkv_handoffs_total", side="claim", outcome="claimed") == 1
 
 
-async def test_it_is_told_when_each_layer_of_loads_was_there() -> None:
-    store = MemoryStore(MemorySettings(), SystemClock())
+async def test_it_is_told_when_each_layer_of_loads_was_there(store: MemoryStore) -> None:
     async with here(Role.PREFILL, store=store) as p, here(Role.DECODE, store=store) as d:
         work = {"prompt": "a prompt of some words, " * 4, "ticket_id": "t"}
         await p.client.post("/v1/prefill", work)

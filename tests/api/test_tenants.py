@@ -6,25 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 
-from tests.api.guarded import Callers, Guarded, callers_in, guarded
+from tests.api.guarded import Callers, Guarded, bearer, guarded
 from tests.api.nodes import Answer
 from tests.e2e.exact import truth
 from tests.gateway.scripted import Caller, listener
 from tierkv.client.streams import EventReader
-from tierkv.clock import SystemClock
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
 from tierkv.gateway.settings import GatewaySection, GatewaySettings
 from tierkv.http.callers import RoleName, ticket_name
 from tierkv.refmodel.model import decode
-from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.memory import MemoryStore
 
 Json = dict[str, Any]
 NAMES = ("one", "two", "")  # "": a caller of no tenant
@@ -43,17 +41,16 @@ class Cast:
 
 
 @pytest.fixture
-async def cast(tmp_path: Path) -> Cast:
-    callers = await asyncio.to_thread(callers_in, tmp_path)
+async def cast(callers: Callers, store: MemoryStore) -> Cast:
     tokens = [await callers.token(RoleName.WRITE, name) for name in NAMES]
     tokens.append(await callers.token(RoleName.ADMIN))
-    return Cast(callers, tokens, MemoryStore(MemorySettings(), SystemClock()))
+    return Cast(callers, tokens, store)
 
 
 class Tenant:
     def __init__(self, on: Guarded, token: str) -> None:
         self._on = on
-        self.headers = {"Authorization": f"Bearer {token}"}
+        self.headers = bearer(token)
 
     async def ask(self, method: str, path: str, body: Json | None = None) -> Answer:
         return await self._on.client.ask(method, path, json=body or {}, headers=self.headers)
@@ -217,7 +214,7 @@ async def test_through_a_gateway_each_tenant_works_in_its_own_cache(cast: Cast) 
 
         async def cached(token: str) -> int:
             body = {"prompt": decode(prompt), "max_tokens": 4, "temperature": 0}
-            asked = await caller.ask(body, Authorization=f"Bearer {token}")
+            asked = await caller.ask(body, **bearer(token))
             assert asked.text == decode(list(truth(prompt, 4).tokens))
             assert asked.usage is not None
             found: int = asked.usage["prompt_tokens_details"]["cached_tokens"]
