@@ -6,17 +6,19 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 import pytest
 
-from tests.api.nodes import Process, process, run_to_end
+from tests.api.nodes import Answer, Client, Json, Process, process, run_to_end
 from tests.latch import PATIENCE_S, finish, until
 from tests.redis_server import free_port
 
 LONG = {"prompt": "hello", "max_tokens": 20_000}
 SOME = {"prompt": "hello", "max_tokens": 600}
+Working = tuple[Process, asyncio.Task[Answer]]
 
 
 async def running(of: Process, count: int) -> None:
@@ -26,19 +28,30 @@ async def running(of: Process, count: int) -> None:
             await asyncio.sleep(0.005)
 
 
+async def unready(of: Process) -> Answer:
+    """Return the answer to a probe once the node is not ready."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (answer := await of.client.get("/readyz")).status == 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    return answer
+
+
+@asynccontextmanager
+async def working(folder: Path, body: Json, *, grace_s: float) -> AsyncIterator[Working]:
+    """A node, and the task of a request that it computes."""
+    grace = {"TIERKV_NODE__DRAIN_GRACE_S": str(grace_s)}
+    async with process(folder, **grace) as node, asyncio.TaskGroup() as group:
+        work = group.create_task(node.client.post("/v1/generate", body))
+        await running(node, 1)
+        yield node, work
+
+
 async def test_sigterm_lets_work_finish_and_says_meanwhile_that_it_is_not_ready(
     tmp_path: Path,
 ) -> None:
-    config = tmp_path / "node.toml"
-    config.write_text("[node]\ndrain_grace_s = 200\n")
-    async with process(tmp_path, "--config", config) as node, asyncio.TaskGroup() as group:
-        work = group.create_task(node.client.post("/v1/generate", SOME))
-        await running(node, 1)
+    async with working(tmp_path, SOME, grace_s=200) as (node, work):
         node.terminate()
-        async with asyncio.timeout(PATIENCE_S):
-            while (ready := await node.client.get("/readyz")).status == 200:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-        assert ready.code == "not_ready"
+        assert (await unready(node)).code == "not_ready"
         assert (await node.client.get("/livez")).status == 200
         assert (await node.client.post("/v1/generate", SOME)).code == "shutting_down"
         assert len((await work).body["tokens"]) == SOME["max_tokens"]
@@ -47,26 +60,16 @@ async def test_sigterm_lets_work_finish_and_says_meanwhile_that_it_is_not_ready(
 
 @pytest.mark.promise("SIGTERM cuts off work longer than the grace period.")
 async def test_work_longer_than_the_grace_is_cut_off_and_the_exit_is_clean(tmp_path: Path) -> None:
-    config = tmp_path / "node.toml"
-    config.write_text("[node]\ndrain_grace_s = 0.05\n")
-    async with process(tmp_path, "--config", config) as node, asyncio.TaskGroup() as group:
-        work = group.create_task(node.client.post("/v1/generate", LONG))
-        await running(node, 1)
+    async with working(tmp_path, LONG, grace_s=0.05) as (node, work):
         node.terminate()
         assert (await work).code == "shutting_down"
         assert await node.ended() == 0
 
 
 async def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
-    config = tmp_path / "node.toml"
-    config.write_text("[node]\ndrain_grace_s = 3600\n")
-    async with process(tmp_path, "--config", config) as node, asyncio.TaskGroup() as group:
-        work = group.create_task(node.client.post("/v1/generate", LONG))
-        await running(node, 1)
+    async with working(tmp_path, LONG, grace_s=3600) as (node, work):
         node.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(PATIENCE_S):
-            while (await node.client.get("/readyz")).status == 200:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await unready(node)
         node.process.send_signal(signal.SIGINT)
         assert (await work).code == "shutting_down"
         assert await node.ended() == 0
@@ -117,12 +120,8 @@ async def test_a_node_whose_lifetime_fails_says_why_before_it_closes_and_ends_wi
     (tmp_path / "sitecustomize.py").write_text(PLANTED.format(now=str(now), hangs=hangs))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
-    config = tmp_path / "node.toml"
-    config.write_text("[node]\nclose_limit_s = 5\n" if hangs else "")
-    async with (
-        process(tmp_path, "--config", config) as node,
-        asyncio.TaskGroup() as group,
-    ):
+    limit = {"TIERKV_NODE__CLOSE_LIMIT_S": "5"} if hangs else {}
+    async with process(tmp_path, **limit) as node, asyncio.TaskGroup() as group:
         work = group.create_task(node.client.post("/v1/generate", LONG))
         await running(node, 1)
         now.touch()
@@ -201,27 +200,23 @@ async def test_an_address_that_cannot_be_used_is_one_sentence(
 
 async def test_insecure_allows_every_address(tmp_path: Path) -> None:
     async with process(tmp_path, "--host", "0.0.0.0", "--insecure") as node:
-        port = int(node.url.rsplit(":", 1)[1])
-        url = f"http://127.0.0.1:{port}/livez"
-        async with aiohttp.ClientSession() as session, session.get(url) as answer:
-            assert answer.status == 200
+        url = node.url.replace("0.0.0.0", "127.0.0.1")
+        assert (await Client(url, node.client.session).get("/livez")).status == 200
 
 
 @pytest.mark.promise("A port in use or an unusable store gives one error sentence.")
 async def test_a_store_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
-    assert "file" in await refused(
-        tmp_path, "--port", "0", "--storage", f"file://{tmp_path / 'file' / 'store'}"
-    )
-    said = await refused(tmp_path, "--port", "0", "--storage", "file:///proc/nobody/may/write")
-    assert "/proc/nobody/may/write" in said
     address = f"127.0.0.1:{free_port()}"
-    said = await refused(tmp_path, "--port", "0", "--storage", f"redis://user:secret@{address}/0")
-    assert address in said
-    assert "secret" not in said
-    assert "starts with 'gopher'" in await refused(
-        tmp_path, "--port", "0", "--storage", "gopher://"
-    )
+    for url, words in (
+        (f"file://{tmp_path / 'file' / 'store'}", "file"),
+        ("file:///proc/nobody/may/write", "/proc/nobody/may/write"),
+        (f"redis://user:secret@{address}/0", address),
+        ("gopher://", "starts with 'gopher'"),
+    ):
+        said = await refused(tmp_path, "--port", "0", "--storage", url)
+        assert words in said
+        assert "secret" not in said
 
 
 @pytest.mark.parametrize(
@@ -232,6 +227,7 @@ async def test_a_store_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> No
         ('[node]\ndevice = "abacus"\n', "there is no device 'abacus'"),
         ("[storage.file]\ncapacity_bytes = -1\n", "capacity_bytes must be above 0, not -1"),
         ('[node]\nname = "two\\nlines"\n', "node.name must be one line"),
+        ('[node]\nengine = "nobody"\n', "set node.engine to one of reference"),
         ("[handoff]\nticket_ttl_s = nan\n", "handoff.ticket_ttl_s"),
     ],
 )

@@ -12,15 +12,10 @@ import pytest
 from aiohttp import web
 
 from tests.api.guarded import Authority, guarded
-from tests.api.nodes import here, process
+from tests.api.nodes import Here, process
 from tests.client.scripted import Answering, breaks_off, problem, says, scripted, value
 from tests.redis_server import free_port
-from tierkv.api.types import (
-    DecodeBody,
-    GenerateBody,
-    LookupBody,
-    PrefetchBody,
-)
+from tierkv.api.types import DecodeBody, GenerateBody, LookupBody, PrefetchBody
 from tierkv.client import (
     AsyncClient,
     BrokenOffError,
@@ -30,17 +25,12 @@ from tierkv.client import (
     Retries,
     UnreachableError,
 )
-from tierkv.errors import (
-    BadRequestError,
-    ConfigError,
-    HandoffError,
-    OutOfBlocksError,
-    TierKVError,
-)
+from tierkv.errors import BadRequestError, ConfigError, HandoffError, OutOfBlocksError, TierKVError
 from tierkv.http.problems import ERRORS, NotReadyError
 from tierkv.http.settings import TlsSection
 
 FAST = Retries(attempts=4, first_s=0.001, most_s=0.002)
+ONCE = Retries(attempts=1)
 LOOKUP = LookupBody(prompt="a")
 FOUND = {
     "request_id": "r",
@@ -54,8 +44,8 @@ FOUND = {
 # Against a node
 
 
-async def test_a_prompt_goes_over_as_words_or_tokens_and_comes_back_typed() -> None:
-    async with here() as on, AsyncClient(on.client.url) as client:
+async def test_a_prompt_goes_over_as_words_or_tokens_and_comes_back_typed(on: Here) -> None:
+    async with AsyncClient(on.client.url) as client:
         first = await client.generate(GenerateBody(prompt="Once upon", max_tokens=8, seed=3))
         tokens = list(b"Once upon")
         second = await client.generate(GenerateBody(tokens=tokens, max_tokens=8, seed=3))
@@ -82,7 +72,7 @@ async def test_every_error_of_a_node_is_raised_again_as_its_own_class(
     more: dict[str, Any] = {"reason": "expired", "tier": "device", "needed": 3, "available": 1}
     async with (
         scripted(problem(status, code, **more)) as on,
-        AsyncClient(on.url, retries=Retries(attempts=1)) as client,
+        AsyncClient(on.url, retries=ONCE) as client,
     ):
         with pytest.raises(kind) as caught:
             await client.generate(GenerateBody(prompt="a"))
@@ -104,11 +94,8 @@ async def test_every_error_of_a_node_is_raised_again_as_its_own_class(
 async def test_a_code_of_a_later_version_is_an_error_by_its_status(
     status: int, kind: type[Exception]
 ) -> None:
-    retries = Retries(attempts=1)
-    async with (
-        scripted(problem(status, "of_a_later_version")) as on,
-        AsyncClient(on.url, retries=retries) as client,
-    ):
+    later = problem(status, "of_a_later_version")
+    async with scripted(later) as on, AsyncClient(on.url, retries=ONCE) as client:
         with pytest.raises(kind) as caught:
             await client.lookup(LOOKUP)
         assert isinstance(caught.value, RemoteError)
@@ -124,7 +111,7 @@ async def test_tls_and_unix_sockets(tmp_path: Path) -> None:
     async with guarded(None, tls=tls, unix_socket=path) as on:
         async with AsyncClient(on.url, tls=trusting) as client:
             assert (await client.livez()).status == "ok"
-        async with AsyncClient(on.url, retries=Retries(attempts=1)) as client:
+        async with AsyncClient(on.url, retries=ONCE) as client:
             with pytest.raises(UnreachableError, match="certificate"):
                 await client.livez()
         async with AsyncClient(f"unix:{path}") as client:
@@ -170,10 +157,8 @@ async def test_what_answers_like_no_node_is_said_to_be_none(answer: Answering) -
 )
 async def test_a_call_is_asked_again_under_one_id_until_its_attempts_end(first: Answering) -> None:
     """A lookup changes nothing, and work is named, so a node does it once."""
-    async with (
-        scripted(first, first, value(FOUND)) as on,
-        AsyncClient(on.url, retries=FAST) as client,
-    ):
+    answers = first, first, value(FOUND)
+    async with scripted(*answers) as on, AsyncClient(on.url, retries=FAST) as client:
         assert (await client.lookup(LOOKUP)).num_tokens == 1
         assert len(on.asked) == 3
     async with scripted(first) as on, AsyncClient(on.url, retries=FAST) as client:
@@ -227,10 +212,8 @@ async def test_the_node_says_when_to_ask_again() -> None:
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "Wed, 21 Oct 2026 07:28:00 GMT", "٣", "9" * 40])
 async def test_an_odd_retry_after_does_no_harm(text: str) -> None:
-    async with (
-        scripted(problem(503, "not_ready", retry_after=text)) as on,
-        AsyncClient(on.url, retries=FAST, timeout_s=5) as client,
-    ):
+    odd = problem(503, "not_ready", retry_after=text)
+    async with scripted(odd) as on, AsyncClient(on.url, retries=FAST, timeout_s=5) as client:
         with pytest.raises(RemoteError):
             await client.lookup(LOOKUP)
 
@@ -286,6 +269,3 @@ async def test_a_restart_of_the_node_is_not_noticed_by_calls_that_change_nothing
                 waiting = group.create_task(client.lookup(LOOKUP))
                 async with process(tmp_path, "--storage", "none", "--port", str(port)):
                     assert (await waiting).num_tokens == 1
-
-
-# Cancelling

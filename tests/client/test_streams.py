@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import pytest
@@ -10,10 +12,10 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api.nodes import here
-from tests.client.scripted import events, problem, says, scripted
+from tests.api.nodes import Here
+from tests.client.scripted import Answering, events, problem, says, scripted
 from tests.latch import until
-from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody
+from tierkv.api.types import DecodeBody, GenerateAnswer, GenerateBody, PrefillBody
 from tierkv.client import (
     AsyncClient,
     BrokenOffError,
@@ -21,16 +23,31 @@ from tierkv.client import (
     NotANodeError,
     RemoteError,
     Retries,
+    TokenStream,
 )
 from tierkv.client.streams import EventReader, ServerEvent
 from tierkv.errors import OutOfBlocksError
 
 BODY = GenerateBody(prompt="Once upon", max_tokens=12)
+ONCE = Retries(attempts=1)
 TOKENS = b'event: tokens\ndata: {"tokens": [104, 105], "text": "hi"}\n\n'
 
 
-async def test_a_stream_tells_the_tokens_and_then_the_answer() -> None:
-    async with here() as on, AsyncClient(on.client.url) as client:
+@asynccontextmanager
+async def streamed(
+    answer: Answering, *, timeout_s: float = 60.0
+) -> AsyncIterator[TokenStream[GenerateAnswer]]:
+    """The stream of a server that answers so."""
+    async with (
+        scripted(answer) as on,
+        AsyncClient(on.url, timeout_s=timeout_s, retries=ONCE) as client,
+        client.stream_generate(BODY) as stream,
+    ):
+        yield stream
+
+
+async def test_a_stream_tells_the_tokens_and_then_the_answer(on: Here) -> None:
+    async with AsyncClient(on.client.url) as client:
         whole = await client.generate(BODY)
         told: list[int] = []
         async with client.stream_generate(BODY) as stream:
@@ -43,8 +60,8 @@ async def test_a_stream_tells_the_tokens_and_then_the_answer() -> None:
             assert (await stream.finished()).tokens == whole.tokens
 
 
-async def test_a_hand_off_in_streams() -> None:
-    async with here() as on, AsyncClient(on.client.url) as client:
+async def test_a_hand_off_in_streams(on: Here) -> None:
+    async with AsyncClient(on.client.url) as client:
         whole = await client.generate(BODY)
         async with client.stream_prefill(PrefillBody(prompt="Once upon", ticket_id="t")) as first:
             assert (await first.finished()).ticket_id == "t"
@@ -54,12 +71,10 @@ async def test_a_hand_off_in_streams() -> None:
 
 
 async def test_an_error_before_the_first_token_is_raised_when_entering() -> None:
-    retries = Retries(attempts=1)
     answer = problem(503, "out_of_blocks", tier="device", needed=2, available=1)
-    async with scripted(answer) as on, AsyncClient(on.url, retries=retries) as client:
-        with pytest.raises(OutOfBlocksError):
-            async with client.stream_generate(BODY):
-                pytest.fail("there is no stream")
+    with pytest.raises(OutOfBlocksError):
+        async with streamed(answer):
+            pytest.fail("there is no stream")
 
 
 async def test_an_error_on_the_way_is_raised_where_it_comes() -> None:
@@ -67,11 +82,7 @@ async def test_an_error_on_the_way_is_raised_where_it_comes() -> None:
         b'event: error\ndata: {"title":"T","status":503,"detail":"why","code":"shutting_down",'
         b'"request_id":"r"}\n\n'
     )
-    async with (
-        scripted(events(TOKENS, failure)) as on,
-        AsyncClient(on.url) as client,
-        client.stream_generate(BODY) as stream,
-    ):
+    async with streamed(events(TOKENS, failure)) as stream:
         assert (await anext(stream)).tokens == [104, 105]
         with pytest.raises(RemoteError) as caught:
             await anext(stream)
@@ -83,11 +94,7 @@ async def test_an_error_on_the_way_is_raised_where_it_comes() -> None:
 async def test_a_stream_that_is_cut_says_so_and_is_not_taken_for_whole(
     rest: bytes, *, is_cut: bool
 ) -> None:
-    async with (
-        scripted(events(TOKENS, rest, is_cut=is_cut)) as on,
-        AsyncClient(on.url) as client,
-        client.stream_generate(BODY) as stream,
-    ):
+    async with streamed(events(TOKENS, rest, is_cut=is_cut)) as stream:
         with pytest.raises(BrokenOffError):
             await stream.finished()
         with pytest.raises(BrokenOffError):
@@ -106,30 +113,21 @@ async def test_a_stream_that_is_cut_says_so_and_is_not_taken_for_whole(
     ],
 )
 async def test_events_that_no_node_sends(piece: bytes) -> None:
-    async with (
-        scripted(events(piece)) as on,
-        AsyncClient(on.url) as client,
-        client.stream_generate(BODY) as stream,
-    ):
+    async with streamed(events(piece)) as stream:
         with pytest.raises(NotANodeError):
             await stream.finished()
 
 
 async def test_events_of_other_names_are_left_out() -> None:
     answer = events(b": a comment\n\n", b"event: later\ndata: 1\n\n", b"data: 2\n\n", TOKENS)
-    async with (
-        scripted(answer) as on,
-        AsyncClient(on.url) as client,
-        client.stream_generate(BODY) as stream,
-    ):
+    async with streamed(answer) as stream:
         assert (await anext(stream)).text == "hi"
 
 
 async def test_what_is_no_stream_is_no_node() -> None:
-    async with scripted(says(b"{}", "application/json")) as on, AsyncClient(on.url) as client:
-        with pytest.raises(NotANodeError):
-            async with client.stream_generate(BODY):
-                pytest.fail("there is no stream")
+    with pytest.raises(NotANodeError):
+        async with streamed(says(b"{}", "application/json")):
+            pytest.fail("there is no stream")
 
 
 async def test_a_stream_that_falls_silent_ends_at_its_deadline() -> None:
@@ -138,19 +136,14 @@ async def test_a_stream_that_falls_silent_ends_at_its_deadline() -> None:
         await asyncio.sleep(3600)
         return response
 
-    async with (
-        scripted(silent) as on,
-        AsyncClient(on.url, timeout_s=0.5) as client,
-        client.stream_generate(BODY) as stream,
-    ):
+    async with streamed(silent, timeout_s=0.5) as stream:
         await anext(stream)
         with pytest.raises(DeadlineError):
             await anext(stream)
 
 
-async def test_how_long_the_reader_takes_does_not_count() -> None:
+async def test_how_long_the_reader_takes_does_not_count(on: Here) -> None:
     async with (
-        here() as on,
         AsyncClient(on.client.url, timeout_s=2.0) as client,
         client.stream_generate(BODY) as stream,
     ):
@@ -160,9 +153,9 @@ async def test_how_long_the_reader_takes_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("how", ["break", "error", "cancel"])
-async def test_leaving_a_stream_ends_the_work_of_the_node(how: str) -> None:
+async def test_leaving_a_stream_ends_the_work_of_the_node(on: Here, how: str) -> None:
     body = GenerateBody(prompt="for ever", max_tokens=900)
-    async with here() as on, AsyncClient(on.client.url) as client:
+    async with AsyncClient(on.client.url) as client:
         reached = asyncio.Event()
 
         async def read() -> None:
@@ -181,7 +174,6 @@ async def test_leaving_a_stream_ends_the_work_of_the_node(how: str) -> None:
         await asyncio.wait([task])
         assert task.cancelled() == (how == "cancel")
         await until(lambda: on.node.num_working == 0, "the end of the work")
-        await on.settle()
         assert how != "error" or isinstance(task.exception(), LookupError)
 
 
