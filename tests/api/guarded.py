@@ -103,7 +103,6 @@ async def guarded(
     unix_socket: Path | None = None,
     section: NodeSection | None = None,
     store: Store | None = None,
-    fetch_policy: FetchPolicy = FetchPolicy.WAIT_COMPLETE,  # however fast this machine is
 ) -> AsyncIterator[Guarded]:
     """A running node on a port of its own, and on a Unix socket if one is named.
 
@@ -114,7 +113,8 @@ async def guarded(
         auth=AuthSection(file=str(callers.path) if callers else "", reload_s=RELOAD_S),
         tls=tls or TlsSection(),
     )
-    chosen = replace(chosen, cache=replace(chosen.cache, fetch_policy=fetch_policy))
+    policy = FetchPolicy.WAIT_COMPLETE  # however fast this machine is
+    chosen = replace(chosen, cache=replace(chosen.cache, fetch_policy=policy))
     if section is not None:
         chosen = replace(chosen, node=section)
     node = Node(

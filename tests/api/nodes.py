@@ -25,7 +25,7 @@ from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
 from tierkv.api.server import listening, routes
 from tierkv.api.settings import NodeSection, NodeSettings, Role
-from tierkv.cache.keys import TOKEN_BYTES, MediaItem, pack
+from tierkv.cache.keys import MediaItem, pack
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.http.callers import ticket_name
@@ -81,6 +81,12 @@ class Client:
             body = await response.json(content_type=None) if is_json else raw
             return Answer(response.status, response.headers.copy(), body)
 
+    async def metrics(self) -> dict[str, float]:
+        """Return the node's metrics by name and labels."""
+        lines = (await self.get("/metrics")).body.decode().splitlines()
+        found = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        return {name: float(value) for name, _, value in found}
+
     async def running_requests(self) -> int:
         count: int = (await self.get("/v1/stats")).body["running_requests"]
         return count
@@ -131,10 +137,9 @@ async def compute(
     tenant: str = "",
     media: Sequence[MediaItem] = (),
     adapter: str = "",
-    num_tokens: int | None = None,
     ticket_id: str | None = None,
 ) -> None:
-    """Leave the first `num_tokens` of a prompt (default: all) in the cache of `node`.
+    """Leave a prompt in the cache of `node`.
 
     With `ticket_id` the prompt is published as well. The KV is what the device memory holds: use
     prompts that no test generates from.
@@ -142,8 +147,7 @@ async def compute(
     prompt = node.prompt(pack(tokens), tenant, media, adapter)
     name = node.request_name(f"computed-{uuid4().hex}", tenant)
     request = await begin_request(node.service, name, prompt, max_new_tokens=0)
-    stop = len(prompt.tokens) if num_tokens is None else num_tokens * TOKEN_BYTES
-    await node.service.scheduler.commit(request, prompt.tokens[:stop])
+    await node.service.scheduler.commit(request, prompt.tokens)
     if ticket_id is not None:
         await publish_request(node.service, request, ticket_name(ticket_id, tenant), [7])
     node.service.scheduler.end(request)
@@ -263,6 +267,12 @@ async def run_to_end(folder: Path, *arguments: str | Path, **environ: str) -> tu
             await child.wait()
     assert child.returncode is not None
     return child.returncode, out.decode(), err.decode()
+
+
+def planted(folder: Path, code: str) -> dict[str, str]:
+    """The environment of a process that runs `code` before all else."""
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
 def clean_environ(folder: Path) -> dict[str, str]:

@@ -168,15 +168,8 @@ async def test_each_block_hangs_at_the_one_before_it_with_its_tokens(tmp_path: P
 
 
 @pytest.mark.promise("KV events carry tokens only if asked for.")
-async def test_tokens_are_told_to_nobody_unless_asked_for(tmp_path: Path) -> None:
-    async with world(device_blocks=8) as here, publishing(tmp_path, here) as (reader, _):
-        await here.run(tokens(16))
-        await reader.until("GPU", 4)
-        assert {tuple(event.token_ids) for event in reader.stored} == {()}
-
-
 @pytest.mark.promise("A KV event names the session that computed the blocks.")
-async def test_blocks_that_a_turn_has_computed_are_published_with_its_session(
+async def test_blocks_are_published_with_the_session_of_their_turn_and_unasked_without_tokens(
     tmp_path: Path,
 ) -> None:
     async with (
@@ -193,6 +186,7 @@ async def test_blocks_that_a_turn_has_computed_are_published_with_its_session(
         await reader.until("CPU", 4)
         seen = {(event.medium, event.session_id) for event in reader.stored}
         assert seen == {("GPU", "s"), ("CPU", None)}
+        assert not any(event.token_ids for event in reader.stored)
 
 
 async def test_the_older_form_has_fields_in_order_and_numbers_for_keys(tmp_path: Path) -> None:

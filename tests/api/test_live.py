@@ -22,6 +22,7 @@ import pytest
 from tests.api.guarded import Callers, bearer, guarded
 from tests.api.nodes import Client, Here, here, process
 from tests.latch import until
+from tierkv.client.streams import EventReader
 from tierkv.http import live
 from tierkv.http.callers import RoleName
 from tierkv.http.live import MAX_SAMPLES, LiveFeed
@@ -34,24 +35,18 @@ class Stream:
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self.response = response
+        self.reader = EventReader()
         self.told: dict[str, list[Any]] = {}
         self.raw = b""
 
     async def more(self) -> bool:
-        """Take one event; whether there was one."""
+        """Take what has come; whether anything did."""
         async with asyncio.timeout(20):
-            kind, data = "", b""
-            while line := await self.response.content.readline():
-                self.raw += line
-                if line == b"\n":
-                    if kind:
-                        self.told.setdefault(kind, []).append(msgspec.json.decode(data))
-                        return True
-                elif line.startswith(b"event: "):
-                    kind = line[7:-1].decode()
-                elif line.startswith(b"data: "):
-                    data = line[6:-1]
-            return False
+            chunk = await self.response.content.readany()
+        self.raw += chunk
+        for event in self.reader.feed(chunk):
+            self.told.setdefault(event.name, []).append(msgspec.json.decode(event.data))
+        return bool(chunk)
 
     async def until(self, kind: str, count: int = 1) -> Any:
         """The newest of this kind, once there are so many."""
@@ -66,9 +61,8 @@ class Stream:
 
 @asynccontextmanager
 async def opened(client: Client, token: str = "") -> AsyncIterator[Stream]:
-    async with client.session.get(
-        f"{client.url}/live/stream", headers=bearer(token), read_bufsize=1 << 21
-    ) as response:
+    stream = client.session.get(f"{client.url}/live/stream", headers=bearer(token))
+    async with stream as response:
         assert response.status == 200, await response.text()
         yield Stream(response)
 
@@ -79,14 +73,6 @@ async def generate(client: Client, prompt: str, name: str, token: str = "") -> N
     assert answer.status == 200, answer.body
 
 
-def of_metrics(text: str) -> dict[str, float]:
-    return {
-        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-        for line in text.splitlines()
-        if not line.startswith("#")
-    }
-
-
 async def test_the_figures_are_those_of_metrics(on: Here) -> None:
     await generate(on.client, "Once upon a time there was a cache " * 4, "a")
     await generate(on.client, "Once upon a time there was a cache " * 4, "b")
@@ -94,7 +80,7 @@ async def test_the_figures_are_those_of_metrics(on: Here) -> None:
     async with opened(on.client) as page:
         names = await page.until("names")
         *_, last = await page.until("samples")
-    metrics = of_metrics((await on.client.get("/metrics")).body.decode())
+    metrics = await on.client.metrics()
     told = dict(zip(names, last[1:], strict=True))
     assert told == {name: metrics[name] for name in names}
     assert told['tierkv_lookup_tokens_total{result="hit_device"}'] > 0

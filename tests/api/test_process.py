@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.nodes import Answer, Client, Json, Process, process, run_to_end
+from tests.api.nodes import Answer, Client, Json, Process, planted, process, run_to_end
 from tests.latch import PATIENCE_S, finish, until
 from tests.redis_server import free_port
 
@@ -114,14 +113,13 @@ Publishings.running = beside
 @pytest.mark.promise("A node whose main task fails logs why and exits with 1.")
 @pytest.mark.parametrize("hangs", [False, True], ids=["others end", "another one hangs"])
 async def test_a_node_whose_lifetime_fails_says_why_before_it_closes_and_ends_with_1(
-    hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hangs: bool, tmp_path: Path
 ) -> None:
     now = tmp_path / "now"
-    (tmp_path / "sitecustomize.py").write_text(PLANTED.format(now=str(now), hangs=hangs))
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
-    limit = {"TIERKV_NODE__CLOSE_LIMIT_S": "5"} if hangs else {}
-    async with process(tmp_path, **limit) as node, asyncio.TaskGroup() as group:
+    environ = planted(tmp_path, PLANTED.format(now=str(now), hangs=hangs))
+    if hangs:
+        environ["TIERKV_NODE__CLOSE_LIMIT_S"] = "5"
+    async with process(tmp_path, **environ) as node, asyncio.TaskGroup() as group:
         work = group.create_task(node.client.post("/v1/generate", LONG))
         await running(node, 1)
         now.touch()

@@ -28,29 +28,15 @@ OF_SIZE = (
     "the server closes the connection when a value of 3000000 bytes is written: set its "
     "client-query-buffer-limit (and maxmemory-clients)"
 )
-FAULTS = {
-    "full": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0"), "OOM "),
-    "no permission": (
-        ("ACL", "SETUSER", "default", "-set"),
-        ("ACL", "SETUSER", "default", "+set"),
-        "NOPERM ",
-    ),
-    "no key to write to": (
-        ("ACL", "SETUSER", "default", "resetkeys", "%R~*"),
-        ("ACL", "SETUSER", "default", "resetkeys", "~*"),
-        "NOPERM ",
-    ),
-    "a replica": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE"), "READONLY "),
-    "a short query buffer": (
-        ("CONFIG", "SET", "client-query-buffer-limit", "1mb"),
-        ("CONFIG", "SET", "client-query-buffer-limit", "1gb"),
-        OF_SIZE,
-    ),
-    "little memory for clients": (
-        ("CONFIG", "SET", "maxmemory-clients", "1mb"),
-        ("CONFIG", "SET", "maxmemory-clients", "0"),
-        OF_SIZE,
-    ),
+ACL = "ACL SETUSER default"
+BUFFER, CLIENTS = "CONFIG SET client-query-buffer-limit", "CONFIG SET maxmemory-clients"
+FAULTS = {  # begin, end, reason
+    "full": ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0", "OOM "),
+    "no permission": (f"{ACL} -set", f"{ACL} +set", "NOPERM "),
+    "no key to write to": (f"{ACL} resetkeys %R~*", f"{ACL} resetkeys ~*", "NOPERM "),
+    "a replica": ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE", "READONLY "),
+    "a short query buffer": (f"{BUFFER} 1mb", f"{BUFFER} 1gb", OF_SIZE),
+    "little memory for clients": (f"{CLIENTS} 1mb", f"{CLIENTS} 0", OF_SIZE),
 }
 
 
@@ -77,7 +63,7 @@ async def test_a_store_that_takes_no_writes_is_degraded_and_says_why_until_it_do
             return answer.body["status"], answer.body["parts"]["storage"]["detail"]
 
         assert await put_one(store, "t:f:a:0", b"kept") is PutStatus.STORED
-        await asyncio.to_thread(server.execute, *begin)
+        await asyncio.to_thread(server.execute, *begin.split())
         for name in ("t:f:b:0", "t:f:c:0"):
             [put] = await store.put([PutItem(name, (content_of(name, 3_000_000),))])
             assert put.status is PutStatus.FULL
@@ -86,7 +72,7 @@ async def test_a_store_that_takes_no_writes_is_degraded_and_says_why_until_it_do
         assert f"refuses writes: {reason}" in detail
         assert await get_one(store, "t:f:a:0", 4) == (GetStatus.HIT, b"kept")
         assert store.health.circuit is BreakerState.CLOSED
-        await asyncio.to_thread(server.execute, *end)
+        await asyncio.to_thread(server.execute, *end.split())
         await until(lambda: not store.health.write_refusal, "nobody writes, and it is seen")
         assert (await told())[0] == "ok"
         assert await put_one(store, "t:f:d:0", b"x") is PutStatus.STORED

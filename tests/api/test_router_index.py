@@ -120,9 +120,7 @@ class Machine:
         }
         here = {block.digest for block in blocks}
         for medium, expected in listed.items():
-            told = {
-                one.hex() for one in self.reader.blocks.get(medium, set()) if isinstance(one, bytes)
-            }
+            told = self.told(medium)
             if medium == "STORAGE":
                 told &= here
             found += [f"{medium}: {one} is told, not listed" for one in told - expected]

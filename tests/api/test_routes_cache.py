@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from tests.api.nodes import Here, compute, here, prefetched
+from tests.api.nodes import Here, Json, compute, here, prefetched
 from tests.latch import until
 from tierkv.api import pins, prefetches
 from tierkv.cache.keys import MediaItem, pack
 from tierkv.sched.tenants import MAX_ADAPTERS
 from tierkv.storage.memory import MemoryStore
 
-Json = dict[str, Any]
 TOKENS = list(range(40))
 
 

@@ -7,18 +7,15 @@ import hashlib
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from tests.api.nodes import Here, compute, holding, settings
+from tests.api.nodes import Here, Json, compute, holding, settings
 from tests.latch import until
 from tierkv.api.routes_node import MAX_LISTINGS
 from tierkv.api.settings import masked, masked_url
 from tierkv.storage.factory import StorageSettings
-
-Json = dict[str, Any]
 
 
 async def cache(on: Here, num_tokens: int, first: int = 0) -> None:
@@ -94,13 +91,6 @@ async def test_storage_is_cleared_only_when_that_is_asked_for(on: Here) -> None:
     gone = await on.client.ask("DELETE", "/v1/blocks", params={"storage": "true"})
     assert gone.body["removed_values"] >= 4
     assert (await on.client.post("/v1/lookup", prompt)).body["storage_tokens"] == 0
-
-
-async def test_reset_forgets_all_that_nobody_holds(on: Here) -> None:
-    await cache(on, 64)
-    assert (await on.client.ask("POST", "/v1/reset")).body["held_copies"] == 0
-    found = await on.client.post("/v1/lookup", {"tokens": list(range(64))})
-    assert found.body["device_tokens"] == 0
 
 
 # Tiers and quotas

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
-import aiohttp
 import pytest
 
-from tests.api.nodes import Client, Here, compute, here, holding, prefetched
+from tests.api.nodes import Client, Here, Json, compute, here, holding, prefetched
 from tests.e2e.exact import text, truth
-from tests.gateway.scripted import Caller, listener
+from tests.gateway.scripted import in_front
 from tests.latch import until
 from tierkv.api import pins
-from tierkv.gateway.gateway import Gateway
-from tierkv.gateway.server import listening
 from tierkv.gateway.settings import GatewaySection, GatewaySettings
 from tierkv.refmodel.model import decode
 from tierkv.sched.worth import FetchPolicy
 
-Json = dict[str, Any]
 PROMPT = text(100)
 BODY = {"prompt": decode(PROMPT), "max_tokens": 8}
 TOKENS = list(range(40))
@@ -54,22 +50,11 @@ async def num_found(client: Client, tokens: list[int]) -> int:
     return int(found.body["host_tokens"] + found.body["device_tokens"])
 
 
-async def counted(client: Client) -> dict[str, float]:
-    """Return the metrics of sessions and hints, by name and label."""
-    lines = (await client.get("/metrics")).body.decode().splitlines()
-    names = ("tierkv_session", "tierkv_kv_hints")
-    found = [line.rpartition(" ") for line in lines if line.startswith(names)]
-    return {name: float(value) for name, _, value in found if "_created" not in name}
-
-
 async def num_hints(client: Client) -> tuple[float, float]:
     """Return the numbers of followed and of ignored actions."""
-    found = await counted(client)
-    followed, ignored = (
-        found[f'tierkv_kv_hints_total{{outcome="{outcome}"}}']
-        for outcome in ("followed", "ignored")
-    )
-    return followed, ignored
+    found = await client.metrics()
+    name = 'tierkv_kv_hints_total{{outcome="{}"}}'
+    return found[name.format("followed")], found[name.format("ignored")]
 
 
 async def stored_only(on: Here) -> None:
@@ -110,13 +95,10 @@ async def test_a_session_that_cannot_be_kept_is_no_error(
         assert answer.status == 200
     assert (await on.client.get("/v1/pins/a")).status == 200
     assert (await on.client.get("/v1/pins/b")).status == 404
-    assert await counted(on.client) == {
-        "tierkv_sessions": 1,
-        'tierkv_session_turns_total{outcome="kept"}': 1,
-        'tierkv_session_turns_total{outcome="not_kept"}': 1,
-        'tierkv_kv_hints_total{outcome="followed"}': 0,
-        'tierkv_kv_hints_total{outcome="ignored"}': 0,
-    }
+    found = await on.client.metrics()
+    assert found["tierkv_sessions"] == 1
+    assert found['tierkv_session_turns_total{outcome="kept"}'] == 1
+    assert found['tierkv_session_turns_total{outcome="not_kept"}'] == 1
     refused = await on.client.post("/v1/generate", BODY | {"session_id": "a b"})
     assert (refused.status, refused.code) == (422, "invalid_body")
 
@@ -126,29 +108,29 @@ async def test_metrics_count_kept_sessions_and_their_turns(on: Here) -> None:
     for session in ("a", "a", "b", "c"):
         await on.client.post("/v1/generate", BODY | {"session_id": session})
     await on.client.post("/v1/generate", BODY)
-    found = await counted(on.client)
+    found = await on.client.metrics()
     assert found["tierkv_sessions"] == 3
     assert found['tierkv_session_turns_total{outcome="kept"}'] == 4
     await on.client.ask("DELETE", "/v1/pins/a")
     pin = {"prompt": BODY["prompt"], "ttl_s": 60.0}
     await on.client.ask("PUT", "/v1/pins/b", json=pin)  # a pin of the caller, no session
-    assert (await counted(on.client))["tierkv_sessions"] == 1
+    assert (await on.client.metrics())["tierkv_sessions"] == 1
 
 
 @pytest.mark.promise("After a session's time its blocks are evicted like others.")
 async def test_a_session_whose_time_has_passed_keeps_nothing() -> None:
     async with here(session_ttl_s=0.05) as on:
         await on.client.post("/v1/generate", BODY | {"session_id": "s"})
-        assert (await counted(on.client))['tierkv_session_turns_total{outcome="kept"}'] == 1
+        assert (await on.client.metrics())['tierkv_session_turns_total{outcome="kept"}'] == 1
         await until(lambda: on.node.service.tiers.pins.soft_ends == [], "the end of the session")
-        assert (await counted(on.client))["tierkv_sessions"] == 0
+        assert (await on.client.metrics())["tierkv_sessions"] == 0
         assert (await on.client.get("/v1/pins/s")).status == 404
 
 
 async def test_sessions_are_not_kept_where_their_time_is_0() -> None:
     async with here(session_ttl_s=0.0) as on:
         await on.client.post("/v1/generate", BODY | {"session_id": "s"})
-        found = await counted(on.client)
+        found = await on.client.metrics()
         assert found["tierkv_sessions"] == 0
         assert found['tierkv_session_turns_total{outcome="not_kept"}'] == 1
 
@@ -159,7 +141,7 @@ async def test_sessions_that_fill_all_tiers_keep_no_request_waiting(on: Here) ->
     for number in range(30):
         body = {"tokens": [number + 1] * 100, "max_tokens": 1, "session_id": f"s{number}"}
         assert (await on.client.post("/v1/generate", body)).status == 200
-    assert (await counted(on.client))["tierkv_sessions"] == 30
+    assert (await on.client.metrics())["tierkv_sessions"] == 30
     whole_device = {"tokens": [99] * (62 * 16), "max_tokens": 4}
     answer = await on.client.post("/v1/generate", whole_device)
     assert answer.status == 200
@@ -243,7 +225,8 @@ async def test_through_a_gateway_the_next_turn_goes_to_the_node_that_kept_the_se
     async with AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(here()) for _ in range(2)]
         section = GatewaySection(both=tuple(on.client.url for on in nodes))
-        caller = await stack.enter_async_context(_gateway(section))
+        behind = in_front(GatewaySettings(gateway=section))
+        _, caller = await stack.enter_async_context(behind)
         conversation, kept = decode(PROMPT), [0, 0]
         for turn in range(3):
             asked = await caller.ask({"prompt": conversation}, **{"X-Session-ID": "s"})
@@ -252,15 +235,4 @@ async def test_through_a_gateway_the_next_turn_goes_to_the_node_that_kept_the_se
             kept = [len(on.node.pins.all_of("")) for on in nodes]
             assert sorted(kept) == [0, 1], turn
         at = nodes[kept.index(1)]
-        assert (await counted(at.client))['tierkv_session_turns_total{outcome="kept"}'] == 3
-
-
-@asynccontextmanager
-async def _gateway(section: GatewaySection) -> AsyncIterator[Caller]:
-    gateway = Gateway(GatewaySettings(gateway=section))
-    async with (
-        listening(gateway, listener()) as url,
-        gateway.running(),
-        aiohttp.ClientSession() as session,
-    ):
-        yield Caller(url, session)
+        assert (await at.client.metrics())['tierkv_session_turns_total{outcome="kept"}'] == 3

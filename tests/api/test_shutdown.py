@@ -31,8 +31,8 @@ async def test_a_publish_under_way_ends_well_although_its_request_is_cut_off(
         assert (await on.client.post("/v1/decode", body)).status == 200
 
 
-async def test_a_hurry_gives_up_a_publish(store: MemoryStore) -> None:
-    async with here(store=store) as on, asyncio.TaskGroup() as group:
+async def test_a_hurry_gives_up_a_publish(on: Here) -> None:
+    async with asyncio.TaskGroup() as group:
         on.store.hold()
         body = {"prompt": "hello", "ticket_id": "t"}
         before = on.store.num_operations
@@ -57,19 +57,6 @@ async def test_an_ended_node_leaves_no_task_behind() -> None:
     await turns(5)
     left = {task.get_name() for task in asyncio.all_tasks()} - {asyncio.current_task().get_name()}  # type: ignore[union-attr]
     assert left == set()
-
-
-async def test_a_claim_that_waits_for_its_ticket_is_told_when_the_node_ends(on: Here) -> None:
-    path = "/v1/decode"
-    async with asyncio.TaskGroup() as group:
-        body = {"prompt": "hello", "ticket_id": "never", "deadline_s": 60}
-        claiming = group.create_task(on.client.post(path, body))
-        await until(lambda: on.node.num_working == 1, "the claim")
-        on.node.drain()
-        late = await on.client.post(path, body | {"ticket_id": "later"})
-        assert (late.status, late.code) == (503, "shutting_down")
-        await finish(on.node.idle(grace_s=0.01))
-        assert ((await claiming).status, (await claiming).code) == (503, "shutting_down")
 
 
 class Stubborn:

@@ -120,23 +120,14 @@ async def test_version_tells_what_two_nodes_must_share() -> None:
 # Metrics
 
 
-async def samples(client: Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    text = (await client.get("/metrics")).body.decode()
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
 async def test_every_series_is_there_before_the_first_request(on: Here) -> None:
-    before = await samples(on.client)
+    before = await on.client.metrics()
     await on.client.post("/v1/prefill", {"prompt": "hello " * 20, "ticket_id": "t"})
     await on.client.post("/v1/decode", {"prompt": "hello " * 20, "ticket_id": "t"})
     await on.client.post("/v1/decode", {"prompt": "hello", "ticket_id": "t"})
     await on.client.post("/v1/generate", {"prompt": ""})
     await on.client.get("/nothing")
-    after = await samples(on.client)
+    after = await on.client.metrics()
     assert set(after) == set(before)
 
 
@@ -158,10 +149,11 @@ async def test_counts_follow_what_happens(on: Here) -> None:
     await on.client.post("/v1/generate", {"prompt": prompt, "max_tokens": 4})
     await on.client.post("/v1/generate", {"prompt": prompt, "max_tokens": 4})
     await on.client.post("/v1/prefill", {"prompt": prompt, "ticket_id": "t"})
-    found = await samples(on.client)
+    found = await on.client.metrics()
 
     def value(name: str, **labels: str) -> float:
-        return found[name, tuple(sorted(labels.items()))]
+        pairs = ",".join(f'{key}="{labels[key]}"' for key in sorted(labels))
+        return found[f"{name}{{{pairs}}}" if pairs else name]
 
     assert value("tierkv_ready") == 1
     assert value("tierkv_lookup_tokens_total", result="hit_device") == 2 * 95
@@ -179,8 +171,8 @@ async def test_counts_follow_what_happens(on: Here) -> None:
     await on.client.post("/v1/decode", {"prompt": prompt, "ticket_id": "t", "max_tokens": 2})
     async with asyncio.timeout(10):  # the node measures its loop every 50 ms
         while not value("tierkv_event_loop_lag_seconds_count"):
-            found = await samples(on.client)
-    found = await samples(on.client)
+            found = await on.client.metrics()
+    found = await on.client.metrics()
     assert value("tierkv_handoffs_total", side="publish", outcome="published") == 1
     assert value("tierkv_handoffs_total", side="claim", outcome="claimed") == 1
 
@@ -193,11 +185,10 @@ async def test_it_is_told_when_each_layer_of_loads_was_there(store: MemoryStore)
         times = (await d.client.get("/v1/stats")).body["load_layers"]
         assert times["num_loads"] > 0
         assert 0 <= times["total_s"][0] <= times["total_s"][-1]
-        found = await samples(d.client)
+        found = await d.client.metrics()
         for layer, total_s in enumerate(times["total_s"]):
-            label = (("layer", str(layer)),)
-            assert found["tierkv_load_layer_seconds_count", label] == times["num_loads"]
-            assert found["tierkv_load_layer_seconds_sum", label] == total_s
+            for name, expected in (("count", times["num_loads"]), ("sum", total_s)):
+                assert found[f'tierkv_load_layer_seconds_{name}{{layer="{layer}"}}'] == expected
 
 
 async def test_openmetrics_is_spoken_to_who_asks_for_it(on: Here) -> None:

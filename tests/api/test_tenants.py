@@ -6,25 +6,20 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
 from tests.api.guarded import Callers, Guarded, bearer, guarded
-from tests.api.nodes import Answer
+from tests.api.nodes import Answer, Json
 from tests.e2e.exact import truth
-from tests.gateway.scripted import Caller, listener
+from tests.gateway.scripted import in_front
 from tierkv.client.streams import EventReader
-from tierkv.gateway.gateway import Gateway
-from tierkv.gateway.server import listening
 from tierkv.gateway.settings import GatewaySection, GatewaySettings
 from tierkv.http.callers import RoleName, ticket_name
 from tierkv.refmodel.model import decode
 from tierkv.storage.memory import MemoryStore
 
-Json = dict[str, Any]
 NAMES = ("one", "two", "")  # "": a caller of no tenant
 LENGTH = 40  # two blocks and a tail, of which the last token is always computed
 CACHED = LENGTH - 1
@@ -207,10 +202,8 @@ async def test_through_a_gateway_each_tenant_works_in_its_own_cache(cast: Cast) 
         section = GatewaySection(
             prefill=(nodes[0].url,), decode=(nodes[1].url,), forward_authorization=True
         )
-        gateway = Gateway(GatewaySettings(gateway=section))
-        url = await stack.enter_async_context(listening(gateway, listener()))
-        await stack.enter_async_context(gateway.running())
-        caller = Caller(url, await stack.enter_async_context(aiohttp.ClientSession()))
+        behind = in_front(GatewaySettings(gateway=section))
+        _, caller = await stack.enter_async_context(behind)
 
         async def cached(token: str) -> int:
             body = {"prompt": decode(prompt), "max_tokens": 4, "temperature": 0}

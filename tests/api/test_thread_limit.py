@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.nodes import Process, process, run_to_end
+from tests.api.nodes import Process, planted, process, run_to_end
 from tests.latch import finish
 from tests.redis_server import redis_server
 
@@ -29,27 +29,17 @@ threading.Thread.start = refuses
 """
 
 
-def plant(folder: Path, monkeypatch: pytest.MonkeyPatch, *, most: int) -> Path:
-    """The file whose existence is the limit, for processes that start from now on."""
-    now = folder / "now"
-    (folder / "sitecustomize.py").write_text(PLANTED.format(now=str(now), most=most))
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
-    return now
-
-
 def num_threads(node: Process) -> int:
     return len(os.listdir(f"/proc/{node.process.pid}/task"))
 
 
 @pytest.mark.promise("A node at its thread limit serves on or ends with one sentence.")
-async def test_a_node_at_its_limit_of_threads_serves_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = plant(tmp_path, monkeypatch, most=10_000)
+async def test_a_node_at_its_limit_of_threads_serves_on(tmp_path: Path) -> None:
+    now = tmp_path / "now"  # whose existence is the limit
+    environ = planted(tmp_path, PLANTED.format(now=str(now), most=10_000))
     with redis_server() as server:
         url = f"layered:file://{tmp_path}/values|{server.url}"
-        async with process(tmp_path, "--storage", url) as node:
+        async with process(tmp_path, "--storage", url, **environ) as node:
             before = num_threads(node)
             now.touch()
             for number in range(3):
@@ -75,10 +65,10 @@ async def test_a_node_at_its_limit_of_threads_serves_on(
 @pytest.mark.promise("A node at its thread limit serves on or ends with one sentence.")
 @pytest.mark.parametrize("most", [0, 14])
 async def test_a_node_that_may_not_start_its_threads_ends_with_a_sentence(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    most: int, tmp_path: Path
 ) -> None:
-    plant(tmp_path, monkeypatch, most=most)
-    status, _, err = await finish(run_to_end(tmp_path, "serve", "--port", "0"))
+    environ = planted(tmp_path, PLANTED.format(now=str(tmp_path / "now"), most=most))
+    status, _, err = await finish(run_to_end(tmp_path, "serve", "--port", "0", **environ))
     assert status == 1
     [said] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "raise the limit of processes and threads" in said

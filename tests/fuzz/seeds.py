@@ -46,6 +46,9 @@ def seeds() -> dict[str, list[bytes]]:
         "expires_at": 2.0,
         "producer": "p",
     }
+    acknowledged = Acknowledgement(ticket_id="t", created_at=1.0, claimer="c", claimed_at=2.0)
+    plan: dict[str, Any] = {"type": "plan", "number": 1, "kind": "load"}
+    plan |= {"source": b"\0" * 4, "target": b"\1\0\0\0"}
     payload = bytes(100)
     header, _ = PlainCodec().encode(payload, ValueIdentity(bytes(16), bytes(32), 16))
     return {
@@ -53,23 +56,11 @@ def seeds() -> dict[str, list[bytes]]:
             Ticket(**handed, first_tokens=(1,)).encode()[_HEAD_BYTES:],
             OpenTicket(**handed, incarnation="i").encode()[_HEAD_BYTES:],
         ],
-        "acknowledgement": [
-            Acknowledgement(ticket_id="t", created_at=1.0, claimer="c", claimed_at=2.0).encode()[
-                _HEAD_BYTES:
-            ]
-        ],
+        "acknowledgement": [acknowledged.encode()[_HEAD_BYTES:]],
         "worker_record": [
             msgpack.packb({"type": "report", "number": 3, "problem": "no"}),
             msgpack.packb({"type": "alive"}),
-            msgpack.packb(
-                {
-                    "type": "plan",
-                    "number": 1,
-                    "kind": "load",
-                    "source": b"\0" * 4,
-                    "target": b"\1\0\0\0",
-                }
-            ),
+            msgpack.packb(plan),
         ],
         "json_body": [
             bytes([i]) + msgspec.json.encode(some(kind)) for i, kind in enumerate(BODIES)

@@ -13,11 +13,6 @@ SEEDS = seeds()
 _SPLICES = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 8), st.binary(max_size=8)))
 
 
-def test_every_target_has_seeds() -> None:
-    assert SEEDS.keys() == TARGETS.keys()
-    assert all(SEEDS.values())
-
-
 @pytest.mark.parametrize("name", TARGETS)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())

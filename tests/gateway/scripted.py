@@ -321,7 +321,7 @@ async def stage(
         for node, model in zip(chain(*nodes.values()), models, strict=False):
             node.model = model
         urls: dict[str, Any] = {role: tuple(n.url for n in some) for role, some in nodes.items()}
-        gateway = Gateway(
+        front = in_front(
             GatewaySettings(
                 gateway=GatewaySection(**urls, **section),
                 auth=auth or AuthSection(),
@@ -330,12 +330,20 @@ async def stage(
                 health=health or HealthSection(probe_interval_s=0.05, eject_s=0.05),
             )
         )
-        url = await stack.enter_async_context(listening(gateway, listener()))
-        await stack.enter_async_context(gateway.running())
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200))
-        )
-        yield Stage(gateway, Caller(url, session), nodes["prefill"], nodes["decode"], nodes["both"])
+        gateway, caller = await stack.enter_async_context(front)
+        yield Stage(gateway, caller, nodes["prefill"], nodes["decode"], nodes["both"])
+
+
+@asynccontextmanager
+async def in_front(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, Caller]]:
+    """A gateway in front of the nodes that its settings name."""
+    gateway = Gateway(settings)
+    async with (
+        listening(gateway, listener()) as url,
+        gateway.running(),
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200)) as session,
+    ):
+        yield gateway, Caller(url, session)
 
 
 @asynccontextmanager
