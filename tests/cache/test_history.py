@@ -7,10 +7,10 @@ import tracemalloc
 
 import pytest
 
+from tests.cache.cached import Cached
 from tierkv.cache.history import History, HistoryEvent, MissCause
-from tierkv.cache.index import Index
 from tierkv.cache.keys import MediaItem, Prompt, unpack
-from tierkv.cache.node import BlockPool, Space, Tier, TreeNode
+from tierkv.cache.node import Space, Tier, TreeNode
 
 SIZE = 2
 CAT, DOG = b"c" * 16, b"d" * 16
@@ -18,16 +18,11 @@ CAT, DOG = b"c" * 16, b"d" * 16
 
 def lose_from(block: int, prompt: Prompt, history: History, at: float = 1.0) -> None:
     """Cache the prompt, cut in two runs, and evict it from `block` on."""
-    index = Index(SIZE)
-    index.spaces.open(Space("acme", b"a" * 32))
-    lease = index.hold(index.spaces.root_of(prompt), 0)
-    slots = BlockPool("device", 10).allocate(prompt.num_blocks)
-    index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
-    index.release(lease)
-    index.release(index.hold(index.match(prompt).node, 1))
-    node = index.match(prompt).node
+    cache = Cached(SIZE)
+    node = cache.put(prompt)
+    cache.index.release(cache.index.hold(node, 1))
     history.evicted(node, block - node.start, node.num_blocks, Tier.DEVICE, at)
-    index.drop(Tier.DEVICE, node, block - node.start, node.num_blocks)
+    cache.drop(node, block - node.start, node.num_blocks)
 
 
 def random_prompt(rng: random.Random, known: list[Prompt]) -> Prompt:
@@ -46,7 +41,8 @@ def random_prompt(rng: random.Random, known: list[Prompt]) -> Prompt:
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_told_of_a_block_has_happened_to_it_and_what_went_last_is_told(seed: int) -> None:
     rng, history, prompts = random.Random(seed), History(), list[Prompt]()
-    index, pool = Index(SIZE), BlockPool("device", 400)
+    cache = Cached(SIZE)
+    index = cache.index
     index.spaces.open(Space("acme", b"a" * 32))
     happened: dict[tuple[object, ...], set[float]] = {}
 
@@ -64,11 +60,7 @@ def test_what_is_told_of_a_block_has_happened_to_it_and_what_went_last_is_told(s
     for at in range(1, 200):
         prompt = random_prompt(rng, prompts)
         prompts.append(prompt)
-        match = index.match(prompt)
-        lease = index.hold(match.node, match.num_blocks)
-        slots = pool.allocate(prompt.num_blocks - match.num_blocks)
-        index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
-        index.release(lease)
+        cache.put(prompt)
         for node, start, stop in index.spaces.order[Tier.DEVICE].victims(rng.randrange(60)):
             blocks = range(node.start + start, node.start + stop)
             ends = [(one, index.match(one)) for one in prompts]
@@ -76,7 +68,7 @@ def test_what_is_told_of_a_block_has_happened_to_it_and_what_went_last_is_told(s
             for block in blocks:
                 happened.setdefault(name_in(node, block), set()).add(float(at))
             history.evicted(node, start, stop, Tier.DEVICE, float(at))
-            pool.release(index.drop(Tier.DEVICE, node, start, stop))
+            cache.drop(node, start, stop)
             for block in blocks if gone else ():
                 event = HistoryEvent(MissCause.EVICTED, "device", float(at))
                 assert history.find(gone[0], block) == event
@@ -99,20 +91,16 @@ def test_of_runs_whose_tokens_are_forgotten_the_first_block_is_remembered() -> N
 
 @pytest.mark.parametrize("blocks", [1, 30], ids="runs of {} blocks".format)
 def test_what_is_remembered_of_blocks_that_went_takes_13_mb_at_most(blocks: int) -> None:
-    index, pool = Index(16), BlockPool("device", 64)
+    cache = Cached(16)
     history = History(32_768 >> 4, (4 << 20) >> 4)  # a sixteenth of what it is
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
         for n in range(2_200):
             prompt = Prompt.of([n] * 16 * (1 + blocks), 16)
-            lease = index.hold(index.spaces.root_of(prompt), 0)
-            slots = pool.allocate(prompt.num_blocks)
-            index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
-            index.release(lease)
-            node = index.match(prompt).node
+            node = cache.put(prompt)
             history.evicted(node, 1, node.num_blocks, Tier.DEVICE, n + 0.5)
-            pool.release(index.drop(Tier.DEVICE, node, 0, node.num_blocks))
+            cache.drop(node, 0, node.num_blocks)
         assert tracemalloc.get_traced_memory()[0] - before < 13e6 / 16
     finally:
         tracemalloc.stop()

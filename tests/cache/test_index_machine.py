@@ -565,9 +565,10 @@ def run(seed: int, kind: EvictionKind, steps: int) -> None:
 
 
 @pytest.mark.promise("The index equals a naive model at every step.")
+@pytest.mark.promise("Every eviction policy evicts leaves before parents.")
 @pytest.mark.parametrize("kind", EvictionKind)
 def test_the_index_tells_what_a_naive_model_tells_at_every_step(kind: EvictionKind) -> None:
-    run(2, kind, STEPS // 10)
+    run(8, kind, STEPS // 5)
 
 
 @pytest.mark.slow

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tierkv.cache.index import Index
+from tests.cache.cached import Cached
 from tierkv.cache.keys import MediaItem, Prompt
-from tierkv.cache.node import BlockPool, Tier
 
 SIZE = 4
 CAT, DOG = b"c" * 16, b"d" * 16
@@ -19,14 +18,6 @@ PLACES = [
     (6, 9, 1),  # across two
     (12, 3, 3),  # in the last block
 ]
-
-
-def put(index: Index, prompt: Prompt) -> None:
-    match = index.match(prompt)
-    lease = index.hold(match.node, match.num_blocks)
-    slots = BlockPool("device", 100).allocate(prompt.num_blocks - match.num_blocks)
-    index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
-    index.release(lease)
 
 
 def prompt(*media: MediaItem) -> Prompt:
@@ -43,11 +34,9 @@ def test_a_match_ends_where_the_media_differ(
     if cached:
         others += [prompt(), prompt(MediaItem(start, length, CAT), MediaItem(start, 1, DOG))]
     for other in others:
-        index = Index(SIZE)  # a run that no other prompt has split
-        put(index, ours)
-        assert index.match(ours).num_blocks == 4
-        match = index.match(other)
+        cache = Cached(SIZE)  # a run that no other prompt has split
+        cache.put(ours)
+        match = cache.index.match(other)
         assert (match.num_blocks, match.partial) == (block, None)
-        put(index, other)
-        assert index.match(other).num_blocks == 4
-        assert index.match(ours).num_blocks == 4
+        cache.put(other)
+        assert (cache.num_matched(other), cache.num_matched(ours)) == (4, 4)
