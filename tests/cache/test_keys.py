@@ -16,12 +16,10 @@ from tierkv.cache.keys import (
     Names,
     Prompt,
     StoredKey,
-    block_digest,
     chain,
     extra_keys,
     pack,
     prompt_extra,
-    tail_digest,
 )
 from tierkv.cache.layout import attention_layout
 from tierkv.errors import BadRequestError
@@ -102,27 +100,19 @@ def test_two_prompts_share_exactly_the_keys_of_their_common_blocks(
     assert len(digests) == len(ours)
 
 
-def test_a_tails_key_differs_from_a_full_blocks_key_of_the_same_tokens() -> None:
-    packed = pack([1, 2, 3, 4])
-    assert tail_digest(ROOT, packed) != block_digest(ROOT, packed)
-    [full] = stored_keys(ROOT, Prompt.of([1, 2, 3, 4], 4))
-    [tail] = stored_keys(ROOT, Prompt.of([1, 2, 3, 4], 8))
-    assert full.digest != tail.digest
-    assert (full.is_tail, tail.is_tail, tail.num_tokens) == (False, True, 4)
-
-
 # Media
 
 
-def keys_with(*media: MediaItem, num_tokens: int = 12) -> list[bytes]:
-    prompt = Prompt.of([7] * num_tokens, SIZE, media)
+def digests(prompt: Prompt) -> list[bytes]:
     return [key.digest for key in stored_keys(ROOT, prompt)]
 
 
-def changed_by(*media: MediaItem, num_tokens: int = 12) -> list[bool]:
-    """Which blocks' own extra keys the media change (a chain changes all after the first)."""
-    prompt = Prompt.of([7] * num_tokens, SIZE, media)
-    return [bool(prompt.extra(at)) for at in range(-(-num_tokens // SIZE))]
+def prompt_with(*media: MediaItem) -> Prompt:
+    return Prompt.of([7] * 12, SIZE, media)
+
+
+def keys_with(*media: MediaItem) -> list[bytes]:
+    return digests(prompt_with(*media))
 
 
 @pytest.mark.promise("Media change exactly the keys of the blocks they overlap.")
@@ -142,10 +132,9 @@ def changed_by(*media: MediaItem, num_tokens: int = 12) -> list[bool]:
 def test_media_change_exactly_the_blocks_they_overlap(
     start: int, num_tokens: int, overlaps: list[bool]
 ) -> None:
-    assert changed_by(MediaItem(start, num_tokens, CAT)) == overlaps
-    first = overlaps.index(True)
-    plain = keys_with()
-    ours = keys_with(MediaItem(start, num_tokens, CAT))
+    prompt, first = prompt_with(MediaItem(start, num_tokens, CAT)), overlaps.index(True)
+    assert [bool(prompt.extra(at)) for at in range(3)] == overlaps
+    ours, plain = digests(prompt), keys_with()
     assert ours[:first] == plain[:first]
     assert all(a != b for a, b in zip(ours[first:], plain[first:], strict=True))
 
@@ -162,7 +151,7 @@ def test_media_change_the_tails_key_and_survive_generated_tokens() -> None:
     prompt = Prompt.of([7] * 6, SIZE, [MediaItem(4, 2, CAT)])
     assert stored_keys(ROOT, prompt)[1] != stored_keys(ROOT, Prompt.of([7] * 6, SIZE))[1]
     grown = Prompt(prompt.tokens + pack([7] * 6), prompt.block_size, prompt.extras)
-    assert grown == Prompt.of([7] * 12, SIZE, [MediaItem(4, 2, CAT)])
+    assert grown == prompt_with(MediaItem(4, 2, CAT))
 
 
 @given(
@@ -173,7 +162,7 @@ def test_extra_keys_of_a_block_are_those_of_the_media_that_overlap_it(
     spans: list[tuple[int, int, bytes]], block: int
 ) -> None:
     media = [MediaItem(start, min(num, 12 - start), what) for start, num, what in spans]
-    prompt = Prompt.of([7] * 12, SIZE, media)
+    prompt = prompt_with(*media)
     inside = [
         item
         for item in media
@@ -182,10 +171,6 @@ def test_extra_keys_of_a_block_are_those_of_the_media_that_overlap_it(
     ]
     assert prompt.extra(block) == extra_keys(inside, block * SIZE, block * SIZE + SIZE)
     assert bool(prompt.extra(block)) == bool(inside)
-
-
-def digests(prompt: Prompt) -> list[bytes]:
-    return [key.digest for key in stored_keys(ROOT, prompt)]
 
 
 @pytest.mark.promise("Everything a prompt's KV depends on is in its keys.")
@@ -221,9 +206,6 @@ def test_a_prompt_cut_into_other_blocks_shares_keys_exactly_where_it_did(
     )
     ours, theirs, none = (digests(one.cut_into(size)) for one in (cat, dog, plain))
     assert digests(cat.cut_into(SIZE)) == digests(cat)
-    assert ours == digests(
-        Prompt.of(range(length), SIZE, [MediaItem(start, width, CAT)]).cut_into(size)
-    )
     assert none == digests(Prompt.of(range(length), size))
     shared = (start // SIZE * SIZE) // size  # blocks before all that the image's blocks overlap
     for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):

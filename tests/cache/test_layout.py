@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layouts import ALL_LAYOUTS, LAYOUTS
-from tierkv.cache.layout import Layout, Plane, attention_layout
+from tierkv.cache.layout import Layout, Plane
 from tierkv.errors import LayoutError
 
 every_layout = pytest.mark.parametrize("layout", ALL_LAYOUTS.values(), ids=ALL_LAYOUTS.keys())
@@ -125,16 +125,3 @@ def test_role_and_dtype_cannot_run_into_each_other(
 ) -> None:
     one, other = (Layout(4, (Plane(0, role, dtype, 8),)) for role, dtype in (left, right))
     assert (one.digest == other.digest) == (left == right)
-
-
-def test_attention_layouts_are_token_major_keys_then_values() -> None:
-    layout = attention_layout(
-        num_layers=2, num_kv_heads=3, head_dim=5, dtype="bfloat16", item_bytes=2, block_size=16
-    )
-    assert [(p.layer, p.role) for p in layout.planes] == [
-        (0, "key"),
-        (0, "value"),
-        (1, "key"),
-        (1, "value"),
-    ]
-    assert {(p.token_bytes, p.block_bytes) for p in layout.planes} == {(30, 480)}

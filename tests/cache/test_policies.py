@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from tests.cache.cached import Cached
-from tierkv.cache.eviction import EvictionKind, S3Fifo, make_policy
+from tierkv.cache.eviction import EvictionKind, S3Fifo, WritePolicy, WriteRule, make_policy
 from tierkv.cache.index import Index
 from tierkv.cache.node import Space, Tier
+from tierkv.errors import ConfigError
 
 
 @pytest.mark.parametrize("kind", EvictionKind)
@@ -56,3 +57,27 @@ def test_a_quota_that_changes_changes_the_share_of_newcomers() -> None:
     assert order.policy.max_small == 10
     index.spaces.set_quota(space, (50, None))
     assert order.policy.max_small == 5
+
+
+# When a copy goes down a tier
+
+
+@pytest.mark.parametrize("hits", range(5))
+@pytest.mark.parametrize("after_hits", range(1, 4))
+def test_each_policy_writes_when_it_says(hits: int, after_hits: int) -> None:
+    writes = {policy: WriteRule(policy, after_hits).writes_now(hits) for policy in WritePolicy}
+    assert writes == {
+        WritePolicy.NONE: False,
+        WritePolicy.WRITE_THROUGH: True,
+        WritePolicy.SELECTIVE: hits >= after_hits,
+        WritePolicy.WRITE_BACK: False,
+    }
+
+
+def test_only_write_back_writes_on_eviction() -> None:
+    assert [p for p in WritePolicy if WriteRule(p).writes_on_eviction] == [WritePolicy.WRITE_BACK]
+
+
+def test_a_rule_needs_at_least_one_hit() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        WriteRule(WritePolicy.SELECTIVE, 0)

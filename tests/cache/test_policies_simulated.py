@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.cache.cached import Cached
 from tierkv.cache.eviction import EvictionKind, make_policy
-from tierkv.cache.index import Index
-from tierkv.cache.keys import Prompt
-from tierkv.cache.node import BlockPool, Tier
+from tierkv.cache.node import Tier
 
 Simulator = Callable[[list[int], int], list[bool]]
 
@@ -78,20 +77,12 @@ SIMULATORS: dict[EvictionKind, Simulator] = {
 
 
 def hits_of_index(kind: EvictionKind, trace: list[int], capacity: int) -> list[bool]:
-    index = Index(1, policies=(make_policy(kind, capacity), make_policy(kind, 1)))
-    pool, order, found = BlockPool("device", capacity), index.spaces.order[Tier.DEVICE], []
+    cache, found = Cached(policy=make_policy(kind, capacity)), []
     for key in trace:
-        prompt = Prompt.of([key], 1)
-        match = index.match(prompt)
-        found.append(match.num_blocks == 1)
-        lease = index.hold(match.node, match.num_blocks)
-        index.count_hit(lease)
-        if not match.num_blocks:
-            if not pool.num_free:
-                [victim] = order.victims(1)
-                pool.release(index.drop(Tier.DEVICE, *victim))
-            index.insert(Tier.DEVICE, lease, prompt, 1, pool.allocate(1))
-        index.release(lease)
+        found.append(cache.num_matched([key]) == 1)
+        if not found[-1] and cache.pools[Tier.DEVICE].stats().used == capacity:
+            cache.evict(1)
+        cache.put([key], is_request=True)
     return found
 
 
