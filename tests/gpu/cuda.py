@@ -1,4 +1,4 @@
-"""A GPU for tests, and a latch that holds a stream of it until the test lets go."""
+"""A GPU for tests, lanes of it, and a latch that holds a stream of it until the test lets go."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +18,17 @@ import pytest
 
 from tests.preloaded import output_of
 from tierkv.cache.layout import Layout
-from tierkv.gpu.protocol import Planes
+from tierkv.gpu.protocol import BlockCopy, Direction, Event, Ids, Lane, Planes
+from tierkv.gpu.units import Order
+
+if TYPE_CHECKING:  # they need CuPy
+    from tierkv.gpu.cuda_device import CudaDevice
+    from tierkv.gpu.cuda_memory import CudaPlanes
+    from tierkv.gpu.pinned import PinnedSlots
 
 Bytes2D = npt.NDArray[np.uint8]
 ROOT = Path(__file__).parents[2]
+WAIT_S = 30.0
 
 _HOLD = r"""
 // Spins until the word in mapped host memory is no longer 0: holds its stream for as long.
@@ -68,6 +77,48 @@ def held(cupy: ModuleType, stream: object) -> Iterator[StreamLatch]:
     finally:
         latch.release()
         gc.enable()
+
+
+@dataclass
+class Lanes:
+    """What `opened` has opened."""
+
+    device: CudaDevice
+    planes: CudaPlanes
+    host: PinnedSlots
+    lanes: dict[Direction, Lane]
+
+    def submit(self, way: Direction, slots: Ids, blocks: Ids, *after: Event) -> tuple[Event, ...]:
+        return self.lanes[way].submit(BlockCopy(way, slots, blocks, after))
+
+    def copy(self, way: Direction, slots: Ids, blocks: Ids) -> None:
+        """And wait for it."""
+        self.submit(way, slots, blocks)[-1].block_until_done(WAIT_S)
+
+
+@contextmanager
+def opened(
+    device: CudaDevice,
+    planes: CudaPlanes,
+    num_slots: int,
+    *ways: Direction,
+    order: Order | None = None,
+) -> Iterator[Lanes]:
+    """Host slots and lanes of the device, of both ways unless some are named; afterwards all is
+    closed, the planes and the device too."""
+    with ExitStack() as stack:
+        stack.callback(device.close)
+        stack.callback(planes.close)
+        host = device.allocate_host(planes.layout, num_slots)
+        stack.callback(host.close)
+        lanes: dict[Direction, Lane] = {}
+        for way in ways or Direction:
+            if order is None:
+                lanes[way] = device.open_lane(way, planes, host)
+            else:
+                lanes[way] = device.open_ordered_lane(way, planes, host, order)
+            stack.callback(lanes[way].close)
+        yield Lanes(device, planes, host, lanes)
 
 
 def write_plane(cupy: ModuleType, planes: Planes, index: int, rows: Bytes2D) -> None:

@@ -7,11 +7,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tests.gpu.cuda import blocks_of, cupy_or_skip, write_blocks
+from tests.gpu.cuda import WAIT_S, blocks_of, cupy_or_skip, opened, write_blocks
 from tests.layouts import ALL_LAYOUTS, LAYOUTS
 from tierkv.cache.layout import Layout, Plane, attention_layout, layered
 from tierkv.errors import ConfigError, LayoutError
-from tierkv.gpu.protocol import BlockCopy, Direction
+from tierkv.gpu.protocol import Direction
 from tierkv.gpu.units import Order, UnitSizes
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -20,7 +20,6 @@ from tierkv.gpu.cuda_lane import LaneSettings
 
 pytestmark = pytest.mark.gpu
 
-WAIT_S = 20.0
 BIG_LAYOUTS = {
     "gqa-128k": attention_layout(
         num_layers=4, num_kv_heads=8, head_dim=128, dtype="bfloat16", item_bytes=2, block_size=64
@@ -45,10 +44,6 @@ def cupy() -> ModuleType:
     return cupy_or_skip()
 
 
-def ids(*numbers: int) -> np.ndarray:
-    return np.array(numbers, np.int32)
-
-
 def patterns(num_blocks: int) -> dict[str, np.ndarray]:
     every = np.arange(num_blocks, dtype=np.int32)
     shuffled = np.random.default_rng(7).permutation(num_blocks).astype(np.int32)
@@ -68,56 +63,42 @@ def patterns(num_blocks: int) -> dict[str, np.ndarray]:
 def test_exactly_the_named_blocks_arrive(
     cupy: ModuleType, name: str, direction: Direction, order: Order, sizes: str
 ) -> None:
-    layout = (ALL_LAYOUTS | BIG_LAYOUTS)[name]
+    layout, count = (ALL_LAYOUTS | BIG_LAYOUTS)[name], 23
     device = CudaDevice(lanes=LaneSettings(staging_bytes=1 << 20, units=SIZES[sizes]))
-    num_blocks = 23
-    planes = device.allocate_planes(layout, num_blocks)
-    host = device.allocate_host(layout, num_blocks + 2)
-    lane = device.open_ordered_lane(direction, planes, host, order)
-    rng = np.random.default_rng(len(name))
-    for pattern, block_ids in patterns(num_blocks).items():
-        blocks = rng.integers(0, 256, (num_blocks, layout.block_bytes), np.uint8)
-        slots = rng.integers(0, 256, (num_blocks + 2, layout.block_bytes), np.uint8)
-        write_blocks(cupy, planes, blocks)
-        host.array[:] = slots
-        slot_ids = rng.permutation(num_blocks + 2).astype(np.int32)[: len(block_ids)]
-        events = lane.submit(BlockCopy(direction, slot_ids, block_ids))
-        assert len(events) == layout.num_layers
-        for event in events:
-            event.block_until_done(WAIT_S)
-        if direction is Direction.LOAD:
-            blocks[block_ids] = slots[slot_ids]
-        else:
-            slots[slot_ids] = blocks[block_ids]
-        assert np.array_equal(blocks_of(cupy, planes), blocks), pattern
-        assert np.array_equal(host.array, slots), pattern
-    lane.close()
-    host.close()
-    planes.close()
-    device.close()
+    planes, rng = device.allocate_planes(layout, count), np.random.default_rng(len(name))
+    with opened(device, planes, count + 2, direction, order=order) as on:
+        for pattern, block_ids in patterns(count).items():
+            blocks = rng.integers(0, 256, (count, layout.block_bytes), np.uint8)
+            slots = rng.integers(0, 256, (count + 2, layout.block_bytes), np.uint8)
+            write_blocks(cupy, planes, blocks)
+            on.host.array[:] = slots
+            slot_ids = rng.permutation(count + 2).astype(np.int32)[: len(block_ids)]
+            events = on.submit(direction, slot_ids, block_ids)
+            assert len(events) == layout.num_layers
+            for event in events:
+                event.block_until_done(WAIT_S)
+            if direction is Direction.LOAD:
+                blocks[block_ids] = slots[slot_ids]
+            else:
+                slots[slot_ids] = blocks[block_ids]
+            assert np.array_equal(blocks_of(cupy, planes), blocks), pattern
+            assert np.array_equal(on.host.array, slots), pattern
 
 
 def test_copies_of_more_blocks_than_one_kernel_takes_arrive(cupy: ModuleType) -> None:
-    layout = LAYOUTS["fp8"]
-    device = CudaDevice()
-    planes, host = device.allocate_planes(layout, 5000), device.allocate_host(layout, 5000)
-    there = device.open_lane(Direction.OFFLOAD, planes, host)
-    back = device.open_lane(Direction.LOAD, planes, host)
-    rng = np.random.default_rng(4)
+    layout, device, rng = LAYOUTS["fp8"], CudaDevice(), np.random.default_rng(4)
     blocks = rng.integers(0, 256, (5000, layout.block_bytes), np.uint8)
-    write_blocks(cupy, planes, blocks)
-    for count in (960, 961, 1920, 5000):
-        slots, source, target = (rng.permutation(5000).astype(np.int32)[:count] for _ in range(3))
-        there.submit(BlockCopy(Direction.OFFLOAD, slots, source))[-1].block_until_done(WAIT_S)
-        assert np.array_equal(host.array[slots], blocks[source])
-        back.submit(BlockCopy(Direction.LOAD, slots, target))[-1].block_until_done(WAIT_S)
-        blocks[target] = blocks[source]
-        assert np.array_equal(blocks_of(cupy, planes), blocks)
-    for lane in (there, back):
-        lane.close()
-    host.close()
-    planes.close()
-    device.close()
+    with opened(device, device.allocate_planes(layout, 5000), 5000) as on:
+        write_blocks(cupy, on.planes, blocks)
+        for count in (960, 961, 1920, 5000):
+            slots, source, target = (
+                rng.permutation(5000).astype(np.int32)[:count] for _ in range(3)
+            )
+            on.copy(Direction.OFFLOAD, slots, source)
+            assert np.array_equal(on.host.array[slots], blocks[source])
+            on.copy(Direction.LOAD, slots, target)
+            blocks[target] = blocks[source]
+            assert np.array_equal(blocks_of(cupy, on.planes), blocks)
 
 
 def engine_tensors(cupy: ModuleType, layout: Layout, num_blocks: int, kind: str) -> list[object]:
@@ -143,30 +124,18 @@ def engine_tensors(cupy: ModuleType, layout: Layout, num_blocks: int, kind: str)
 @pytest.mark.parametrize("name", ["gqa", "mla", "dsa", "fp8", "gqa-128k"])
 def test_an_engines_tensors_are_adopted_in_place(cupy: ModuleType, name: str, kind: str) -> None:
     layout = (LAYOUTS | BIG_LAYOUTS)[name]
-    device = CudaDevice()
-    tensors = engine_tensors(cupy, layout, 9, kind)
-    planes = device.adopt_planes(layout, tensors)
-    host = device.allocate_host(layout, 9)
-    there, back = (
-        device.open_lane(way, planes, host) for way in (Direction.OFFLOAD, Direction.LOAD)
-    )
-    before = blocks_of(cupy, planes)
+    device, tensors = CudaDevice(), engine_tensors(cupy, layout, 9, kind)
     every = np.arange(9, dtype=np.int32)
-    there.submit(BlockCopy(Direction.OFFLOAD, every[::-1].copy(), every))[-1].block_until_done(
-        WAIT_S
-    )
-    assert np.array_equal(host.array[::-1], before)
-    host.array[:] = np.random.default_rng(1).integers(0, 256, host.array.shape, np.uint8)
-    back.submit(BlockCopy(Direction.LOAD, every, every))[-1].block_until_done(WAIT_S)
-    assert np.array_equal(blocks_of(cupy, planes), host.array)
-    if kind == "interleaved":
-        first = cupy.asnumpy(tensors[0])
-        assert np.array_equal(first, host.array[:, : layout.planes[0].block_bytes])
-    for lane in (there, back):
-        lane.close()
-    host.close()
-    planes.close()
-    device.close()
+    with opened(device, device.adopt_planes(layout, tensors), 9) as on:
+        slots, before = on.host.array, blocks_of(cupy, on.planes)
+        on.copy(Direction.OFFLOAD, every[::-1].copy(), every)
+        assert np.array_equal(slots[::-1], before)
+        slots[:] = np.random.default_rng(1).integers(0, 256, slots.shape, np.uint8)
+        on.copy(Direction.LOAD, every, every)
+        assert np.array_equal(blocks_of(cupy, on.planes), slots)
+        if kind == "interleaved":
+            first = cupy.asnumpy(tensors[0])
+            assert np.array_equal(first, slots[:, : layout.planes[0].block_bytes])
 
 
 MIB = 1 << 20
@@ -188,29 +157,24 @@ def test_adopted_tensors_are_moved_be_they_allocations_of_their_own_or_not(
             tensors = list(pool)
         else:
             tensors = [cupy.empty(shape[1:], cupy.uint8) for _ in range(num_planes)]
-    device = CudaDevice()
-    planes, host = device.adopt_planes(layout, tensors), device.allocate_host(layout, 16)
+    device, rng = CudaDevice(), np.random.default_rng(tensor_mib)
+    planes = device.adopt_planes(layout, tensors)
     assert [one.rows for one in planes.rectangles] == ([3] if kind == "one pool" else [1, 1, 1])
-    there = device.open_lane(Direction.OFFLOAD, planes, host)
-    back = device.open_lane(Direction.LOAD, planes, host)
-    rng = np.random.default_rng(tensor_mib)
     for tensor in tensors:
         tensor[...] = cupy.asarray(rng.integers(0, 256, (num_blocks, 1), np.uint8))
         tensor[:, ::4099] = cupy.asarray(rng.integers(0, 256, (1, -(-block_bytes // 4099)), "u1"))
-    for count in (1, 4, 16):
-        source, target = (rng.permutation(num_blocks).astype(np.int32)[:count] for _ in range(2))
-        slots = rng.permutation(16).astype(np.int32)[:count]
-        wanted = [cupy.asnumpy(tensor[cupy.asarray(source)]) for tensor in tensors]
-        there.submit(BlockCopy(Direction.OFFLOAD, slots, source))[-1].block_until_done(WAIT_S)
-        assert np.array_equal(host.array[slots], np.concatenate(wanted, axis=1))
-        back.submit(BlockCopy(Direction.LOAD, slots, target))[-1].block_until_done(WAIT_S)
-        for tensor, rows in zip(tensors, wanted, strict=True):
-            assert np.array_equal(cupy.asnumpy(tensor[cupy.asarray(target)]), rows)
-    for lane in (there, back):
-        lane.close()
-    host.close()
-    planes.close()
-    device.close()
+    with opened(device, planes, 16) as on:
+        for count in (1, 4, 16):
+            source, target = (
+                rng.permutation(num_blocks).astype(np.int32)[:count] for _ in range(2)
+            )
+            slots = rng.permutation(16).astype(np.int32)[:count]
+            wanted = [cupy.asnumpy(tensor[cupy.asarray(source)]) for tensor in tensors]
+            on.copy(Direction.OFFLOAD, slots, source)
+            assert np.array_equal(on.host.array[slots], np.concatenate(wanted, axis=1))
+            on.copy(Direction.LOAD, slots, target)
+            for tensor, rows in zip(tensors, wanted, strict=True):
+                assert np.array_equal(cupy.asnumpy(tensor[cupy.asarray(target)]), rows)
 
 
 def test_tensors_that_do_not_fit_are_refused(cupy: ModuleType) -> None:
@@ -233,32 +197,21 @@ def test_tensors_that_do_not_fit_are_refused(cupy: ModuleType) -> None:
 
 def test_a_ring_that_is_wrapped_many_times_loses_nothing(cupy: ModuleType) -> None:
     """Many transfers in flight through 1 MiB of staging, both directions, no wait between them."""
-
-    layout = BIG_LAYOUTS["fp8-scales"]
     device = CudaDevice(lanes=LaneSettings(staging_bytes=1 << 20))
-    planes = device.allocate_planes(layout, 64)
-    host = device.allocate_host(layout, 128)
-    load = device.open_lane(Direction.LOAD, planes, host)
-    offload = device.open_lane(Direction.OFFLOAD, planes, host)
-    rng = np.random.default_rng(9)
-    host.array[:] = rng.integers(0, 256, host.array.shape, np.uint8)
-    expected = host.array.copy()
-    last = None
-    for _ in range(200):
-        blocks = rng.permutation(32).astype(np.int32)[:20]
-        into = rng.permutation(64).astype(np.int32)[:20]
-        loaded = load.submit(BlockCopy(Direction.LOAD, into, blocks))
-        # ordered on the GPU alone: the offload waits for the load, and the next load for it
-        after = (loaded[-1],)
-        last = offload.submit(BlockCopy(Direction.OFFLOAD, into + 64, blocks, after))
-        last[-1].block_until_done(WAIT_S)
-        expected[into + 64] = expected[into]
-    assert np.array_equal(host.array, expected)
-    for lane in (load, offload):
-        lane.close()
-    host.close()
-    planes.close()
-    device.close()
+    planes, rng = device.allocate_planes(BIG_LAYOUTS["fp8-scales"], 64), np.random.default_rng(9)
+    with opened(device, planes, 128) as on:
+        slots = on.host.array
+        slots[:] = rng.integers(0, 256, slots.shape, np.uint8)
+        expected = slots.copy()
+        for _ in range(200):
+            blocks = rng.permutation(32).astype(np.int32)[:20]
+            into = rng.permutation(64).astype(np.int32)[:20]
+            loaded = on.submit(Direction.LOAD, into, blocks)
+            # ordered on the GPU alone: the offload waits for the load, and the next load for it
+            last = on.submit(Direction.OFFLOAD, into + 64, blocks, loaded[-1])
+            last[-1].block_until_done(WAIT_S)
+            expected[into + 64] = expected[into]
+        assert np.array_equal(slots, expected)
 
 
 @pytest.mark.parametrize("direction", Direction, ids=lambda direction: direction.value)
@@ -266,35 +219,26 @@ def test_a_small_copy_does_not_overtake_a_big_one_nor_the_other_way(
     cupy: ModuleType, direction: Direction
 ) -> None:
     """Small ones go straight where nothing is under way, and then nothing may pass them."""
-
-    layout = BIG_LAYOUTS["gqa-128k"]
-    device = CudaDevice()
-    planes, host = device.allocate_planes(layout, 96), device.allocate_host(layout, 96)
-    lane = device.open_lane(direction, planes, host)
+    layout, device, rng = BIG_LAYOUTS["gqa-128k"], CudaDevice(), np.random.default_rng(11)
     every = np.arange(96, dtype=np.int32)
-    rng = np.random.default_rng(11)
-    for number in range(60):
-        source = rng.integers(0, 256, (96, 1), np.uint8)
-        blocks = np.broadcast_to(source, (96, layout.block_bytes))
-        one = int(rng.integers(0, 96))
-        into_one, from_one = ids(one), ids((one + 1) % 96)
-        small = (from_one, into_one) if direction is Direction.LOAD else (into_one, from_one)
-        order = [BlockCopy(direction, every, every), BlockCopy(direction, *small)]
-        if number % 2:
-            order.reverse()
-        if direction is Direction.LOAD:
-            host.array[:] = blocks
-        else:
-            write_blocks(cupy, planes, blocks)
-        ends = [lane.submit(copy)[-1] for copy in order]
-        for end in ends:
-            end.block_until_done(WAIT_S)
-        expected = source.copy()
-        if not number % 2:
-            expected[one] = source[(one + 1) % 96]
-        found = blocks_of(cupy, planes) if direction is Direction.LOAD else host.array
-        assert (found == expected).all(), number
-    lane.close()
-    host.close()
-    planes.close()
-    device.close()
+    is_load = direction is Direction.LOAD
+    with opened(device, device.allocate_planes(layout, 96), 96, direction) as on:
+        for number in range(60):
+            source = rng.integers(0, 256, (96, 1), np.uint8)
+            blocks = np.broadcast_to(source, (96, layout.block_bytes))
+            one = rng.integers(0, 96, 1).astype(np.int32)
+            other = (one + np.int32(1)) % np.int32(96)
+            order = [(every, every), (other, one) if is_load else (one, other)]
+            if number % 2:
+                order.reverse()
+            if is_load:
+                on.host.array[:] = blocks
+            else:
+                write_blocks(cupy, on.planes, blocks)
+            for end in [on.submit(direction, *pair)[-1] for pair in order]:
+                end.block_until_done(WAIT_S)
+            expected = source.copy()
+            if not number % 2:
+                expected[one] = source[other]
+            found = blocks_of(cupy, on.planes) if is_load else on.host.array
+            assert (found == expected).all(), number
