@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu.cuda import cupy_or_skip
+from tests.gpu.cuda import WAIT_S, cupy_or_skip, opened
 from tierkv.cache.layout import attention_layout
 from tierkv.gpu.protocol import BlockCopy, Direction
 from tierkv.refmodel.config import ModelConfig
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.gpu
 LAYOUT = attention_layout(
     num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", item_bytes=2, block_size=64
 )
-WAIT_S = 20.0
 
 
 @pytest.fixture
@@ -41,9 +40,6 @@ def test_a_copy_of_the_engines_own_does_not_wait_for_the_end_of_a_transfer(
     """A table that goes up beside a load, a token that comes down beside an offload."""
     device = CudaDevice()
     blocks = 128  # 1 GiB: 19 ms over PCIe 5
-    planes, host = device.allocate_planes(LAYOUT, blocks), device.allocate_host(LAYOUT, blocks)
-    lane = device.open_lane(direction, planes, host)
-    host.wait_until_pinned()
     runtime = cupy.cuda.runtime
     stream = cupy.cuda.Stream(non_blocking=True)
     small, there = cupy.cuda.alloc_pinned_memory(num_bytes), cupy.zeros(num_bytes, cupy.uint8)
@@ -52,18 +48,16 @@ def test_a_copy_of_the_engines_own_does_not_wait_for_the_end_of_a_transfer(
         target, source, kind = source, target, runtime.memcpyDeviceToHost
     ids = np.random.default_rng(0).permutation(blocks).astype(np.int32)
     came_in = 0
-    for _ in range(10):
-        end = lane.submit(BlockCopy(direction, ids, ids))[-1]
-        time.sleep(0.003)
-        runtime.memcpyAsync(target, source, num_bytes, kind, stream.ptr)
-        stream.synchronize()
-        came_in += not end.is_done
-        end.block_until_done(WAIT_S)
+    with opened(device, device.allocate_planes(LAYOUT, blocks), blocks, direction) as on:
+        on.host.wait_until_pinned()
+        for _ in range(10):
+            end = on.submit(direction, ids, ids)[-1]
+            time.sleep(0.003)
+            runtime.memcpyAsync(target, source, num_bytes, kind, stream.ptr)
+            stream.synchronize()
+            came_in += not end.is_done
+            end.block_until_done(WAIT_S)
     assert came_in >= 8
-    lane.close()
-    host.close()
-    planes.close()
-    device.close()
 
 
 def test_the_reference_model_computes_its_first_layers_while_the_last_are_loaded(

@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tests.gpu.cuda import cupy_or_skip, run_python
+from tests.gpu.cuda import WAIT_S, cupy_or_skip, opened, run_python
 from tests.layouts import LAYOUTS
 from tierkv.gpu.protocol import BlockCopy, Direction
 
@@ -20,7 +20,6 @@ from tierkv.gpu.cuda_device import CudaDevice
 pytestmark = pytest.mark.gpu
 
 LAYOUT = LAYOUTS["fp8"]
-WAIT_S = 20.0
 
 
 @pytest.fixture
@@ -34,54 +33,43 @@ def test_ten_thousand_transfers_leave_memory_as_it_was(cupy: ModuleType) -> None
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0])
 
-    device = CudaDevice()
-    planes, host = device.allocate_planes(LAYOUT, 16), device.allocate_host(LAYOUT, 16)
-    lanes = {d: device.open_lane(d, planes, host) for d in Direction}
-    rng = np.random.default_rng(0)
+    device, rng = CudaDevice(), np.random.default_rng(0)
+    with opened(device, device.allocate_planes(LAYOUT, 16), 16) as on:
 
-    def transfers(count: int) -> None:
-        for _ in range(count):
-            for direction, lane in lanes.items():
-                ids = rng.permutation(16).astype(np.int32)[: rng.integers(1, 16)]
-                lane.submit(BlockCopy(direction, ids, ids))[-1].block_until_done(WAIT_S)
-            source = rng.integers(0, 16, 1).astype(np.int32)
-            device.copy_blocks(planes, source, (source + 1) % 16).block_until_done(WAIT_S)
+        def transfers(count: int) -> None:
+            for _ in range(count):
+                for direction in Direction:
+                    ids = rng.permutation(16).astype(np.int32)[: rng.integers(1, 16)]
+                    on.copy(direction, ids, ids)
+                source = rng.integers(0, 16, 1).astype(np.int32)
+                device.copy_blocks(on.planes, source, (source + 1) % 16).block_until_done(WAIT_S)
 
-    transfers(300)
-    gc.collect()
-    free, _ = device.gpu.memory_info()
-    resident = locked_kib()
-    tracemalloc.start()
-    transfers(50)
-    gc.collect()
-    python, _ = tracemalloc.get_traced_memory()
-    transfers(5000)
-    gc.collect()
-    python_after, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert python_after - python < 100_000
-    assert device.gpu.memory_info()[0] == free
-    assert locked_kib() - resident < 8 << 10
-    for lane in lanes.values():
-        lane.close()
-    host.close()
-    planes.close()
-    device.close()
+        transfers(300)
+        gc.collect()
+        free, _ = device.gpu.memory_info()
+        resident = locked_kib()
+        tracemalloc.start()
+        transfers(50)
+        gc.collect()
+        python, _ = tracemalloc.get_traced_memory()
+        transfers(5000)
+        gc.collect()
+        python_after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert python_after - python < 100_000
+        assert device.gpu.memory_info()[0] == free
+        assert locked_kib() - resident < 8 << 10
 
 
 def test_everything_is_freed_at_close_also_after_a_refused_copy(cupy: ModuleType) -> None:
+    every = np.arange(4096, dtype=np.int32)
+
     def once() -> None:
         device = CudaDevice()
-        planes, host = device.allocate_planes(LAYOUT, 4096), device.allocate_host(LAYOUT, 4096)
-        lane = device.open_lane(Direction.LOAD, planes, host)
-        every = np.arange(4096, dtype=np.int32)
-        lane.submit(BlockCopy(Direction.LOAD, every, every))
-        with pytest.raises(Exception, match="outside"):
-            lane.submit(BlockCopy(Direction.LOAD, every + 1, every))
-        lane.close()
-        host.close()
-        planes.close()
-        device.close()
+        with opened(device, device.allocate_planes(LAYOUT, 4096), 4096, Direction.LOAD) as on:
+            on.submit(Direction.LOAD, every, every)
+            with pytest.raises(Exception, match="outside"):
+                on.submit(Direction.LOAD, every + 1, every)
         gc.collect()
 
     once()
@@ -96,30 +84,27 @@ def test_a_lane_gives_its_staging_back_when_it_closes_and_not_some_time_later(
     cupy: ModuleType, direction: Direction
 ) -> None:
     device = CudaDevice()
-    planes, host = device.allocate_planes(LAYOUT, 4096), device.allocate_host(LAYOUT, 4096)
     every = np.arange(4096, dtype=np.int32)
     free: list[int] = []
+    with opened(device, device.allocate_planes(LAYOUT, 4096), 4096) as on:
 
-    def once() -> None:
-        lane = device.open_lane(direction, planes, host)
-        lane.submit(BlockCopy(direction, every, every))[-1].block_until_done(WAIT_S)
-        free.append(device.gpu.memory_info()[0])
-        lane.close()
-        free.append(device.gpu.memory_info()[0])
+        def once() -> None:
+            lane = device.open_lane(direction, on.planes, on.host)
+            lane.submit(BlockCopy(direction, every, every))[-1].block_until_done(WAIT_S)
+            free.append(device.gpu.memory_info()[0])
+            lane.close()
+            free.append(device.gpu.memory_info()[0])
 
-    once()  # CUDA keeps what it took for the kernels
-    gc.collect()
-    gc.disable()  # which would find what is held in a circle
-    try:
-        once()
-    finally:
-        gc.enable()
+        once()  # CUDA keeps what it took for the kernels
+        gc.collect()
+        gc.disable()  # which would find what is held in a circle
+        try:
+            once()
+        finally:
+            gc.enable()
     _, before, during, after = free
     assert during < before
     assert after == before
-    host.close()
-    planes.close()
-    device.close()
 
 
 _BROKEN = r"""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from tests.gpu.cuda import cupy_or_skip, run_python
+from tests.gpu.cuda import WAIT_S, cupy_or_skip, opened, run_python
 from tests.layouts import LAYOUTS
 from tierkv.cache.layout import attention_layout
 from tierkv.errors import LayoutError
-from tierkv.gpu.protocol import BlockCopy, Direction
+from tierkv.gpu.protocol import Direction
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 from tierkv.gpu.cuda_device import CudaDevice
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.gpu
 LAYOUT = attention_layout(
     num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16", item_bytes=2, block_size=64
 )
-BLOCKS, WAIT_S = 64, 30.0
+BLOCKS = 64
 
 
 @pytest.fixture
@@ -35,38 +36,30 @@ def cupy() -> Iterator[ModuleType]:
 
 
 def test_both_move_their_own_blocks_at_the_same_time(cupy: ModuleType) -> None:
-    devices = [CudaDevice(index) for index in range(2)]
     rng = np.random.default_rng(1)
     every = np.arange(BLOCKS, dtype=np.int32)
-    opened = []
-    for device in devices:
-        planes = device.allocate_planes(LAYOUT, 2 * BLOCKS)
-        host = device.allocate_host(LAYOUT, 2 * BLOCKS)
-        host.array[:BLOCKS] = rng.integers(0, 256, (BLOCKS, LAYOUT.block_bytes), np.uint8)
-        host.array[BLOCKS:] = 0
-        lanes = [device.open_lane(direction, planes, host) for direction in Direction]
-        opened.append((planes, host, lanes))
-    for _ in range(30):
-        ends = []
-        orders = [rng.permutation(BLOCKS).astype(np.int32) for _ in devices]
-        for (_, host, (load, offload)), order in zip(opened, orders, strict=True):
-            host.array[BLOCKS:] = 0
-            loaded = load.submit(BlockCopy(Direction.LOAD, every, order))
-            into = every + np.int32(BLOCKS)
-            copy = BlockCopy(Direction.OFFLOAD, into, order, (loaded[-1],))
-            ends.append(offload.submit(copy)[-1])
-        for end in ends:
-            end.block_until_done(WAIT_S)
-        for _, host, _ in opened:
-            assert np.array_equal(host.array[BLOCKS:], host.array[:BLOCKS])
-    for (planes, host, lanes), device in zip(opened, devices, strict=True):
-        where = cupy.cuda.runtime.pointerGetAttributes(planes.memory[0].address)
-        assert where.device == device.gpu.index
-        for lane in lanes:
-            lane.close()
-        host.close()
-        planes.close()
-        device.close()
+    into = every + np.int32(BLOCKS)
+    with ExitStack() as stack:
+        both = []
+        for device in [CudaDevice(index) for index in range(2)]:
+            planes = device.allocate_planes(LAYOUT, 2 * BLOCKS)
+            on = stack.enter_context(opened(device, planes, 2 * BLOCKS))
+            on.host.array[:BLOCKS] = rng.integers(0, 256, (BLOCKS, LAYOUT.block_bytes), np.uint8)
+            both.append(on)
+        for _ in range(30):
+            ends = []
+            orders = [rng.permutation(BLOCKS).astype(np.int32) for _ in both]
+            for on, order in zip(both, orders, strict=True):
+                on.host.array[BLOCKS:] = 0
+                loaded = on.submit(Direction.LOAD, every, order)
+                ends.append(on.submit(Direction.OFFLOAD, into, order, loaded[-1])[-1])
+            for end in ends:
+                end.block_until_done(WAIT_S)
+            for on in both:
+                assert np.array_equal(on.host.array[BLOCKS:], on.host.array[:BLOCKS])
+        for on in both:
+            where = cupy.cuda.runtime.pointerGetAttributes(on.planes.memory[0].address)
+            assert where.device == on.device.gpu.index
 
 
 def test_a_tensor_of_another_gpu_is_refused(cupy: ModuleType) -> None:
