@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -15,6 +17,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.engine import GenerateRequest, Generation, Sampling
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Device
 from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
@@ -47,16 +50,24 @@ class Truth:
     kv: list[Bytes]
 
 
-def truth(prompt: Sequence[int], num_tokens: int, sampling: Sampling | None = None) -> Truth:
+def truth(
+    prompt: Sequence[int],
+    num_tokens: int,
+    sampling: Sampling | None = None,
+    *,
+    model: ReferenceModel = MODEL,
+    xp: ModuleType = np,
+) -> Truth:
+    """xp: the model's array module."""
     sampling = sampling or Sampling()
     total = len(prompt) + num_tokens
     num_blocks = -(-total // BLOCK_SIZE)
-    planes = [np.full((num_blocks, p.block_bytes), 0xFF, np.uint8) for p in MODEL.layout.planes]
+    planes = [xp.full((num_blocks, p.block_bytes), 0xFF, np.uint8) for p in model.layout.planes]
     table = np.arange(num_blocks)
     out: list[int] = []
     feed, start = np.array(prompt, np.int32), 0
     while True:
-        logits = MODEL.forward(
+        logits = model.forward(
             tokens=feed,
             start=start,
             block_table=table,
@@ -71,8 +82,10 @@ def truth(prompt: Sequence[int], num_tokens: int, sampling: Sampling | None = No
     return Truth(tuple(out), [rows_of(plane, table, len(prompt)) for plane in planes])
 
 
-def rows_of(plane: Bytes, table: npt.NDArray[np.integer], num_tokens: int) -> Bytes:
+def rows_of(plane: Any, table: npt.NDArray[np.integer], num_tokens: int) -> Bytes:
     """uint8 [num_tokens, bytes of a token] of the tokens that `table` places in `plane`."""
+    if not isinstance(plane, np.ndarray):
+        plane = plane.get()  # from the GPU
     rows: Bytes = plane[table].reshape(len(table) * BLOCK_SIZE, -1)
     return rows[:num_tokens].copy()
 
@@ -130,14 +143,15 @@ async def exact_node(
     host_write: WritePolicy = WritePolicy.WRITE_BACK,
     storage_write: WritePolicy = WritePolicy.NONE,
     fetch_policy: FetchPolicy = FetchPolicy.BEST_EFFORT,
-    device: CpuDevice | None = None,
+    device: Device | None = None,
     handoff: HandoffSettings | None = None,
+    model: ReferenceModel = MODEL,
 ) -> AsyncIterator[ExactNode]:
     """A running node; its books must be in order at the end, as `Service.running` checks."""
     device = device or CpuDevice()
     service = Service(
         device,
-        Fingerprint("exact", MODEL.layout),
+        Fingerprint("exact", model.layout),
         CacheSettings(
             block_size=BLOCK_SIZE,
             device_blocks=device_blocks,
@@ -149,7 +163,7 @@ async def exact_node(
         handoff or HandoffSettings(),
         store,
     )
-    engine = ReferenceEngine(service, MODEL, EngineSettings())
+    engine = ReferenceEngine(service, model, EngineSettings())
     async with service.running(), engine.running():
         yield ExactNode(service, engine)
     device.close()

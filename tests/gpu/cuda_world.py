@@ -32,35 +32,26 @@ class CudaWorld(World):
     def compute(
         self, request: Request, tokens: Sequence[int], start: int = 0, *, weights: int = 0
     ) -> None:
-        with self.service.device.computing():
-            self._compute(request, tokens, start, weights)
-
-    def _compute(self, request: Request, tokens: Sequence[int], start: int, weights: int) -> None:
         size = self.layout.block_size
         first, num_blocks = start // size, -(-len(tokens) // size)
-        table = cupy.asarray(request.block_table[first:num_blocks])
         rows_of = kv_of(tokens, self.layout, weights)
-        for rows, array in zip(rows_of, self.service.planes.arrays, strict=True):
-            blocks = np.zeros((num_blocks - first, array.shape[1]), np.uint8)
-            flat = np.ascontiguousarray(rows[first * size :]).reshape(-1)
-            blocks.reshape(-1)[: len(flat)] = flat
-            array[table] = cupy.asarray(blocks)
-        cupy.cuda.runtime.deviceSynchronize()
+        with self.service.device.computing():
+            table = cupy.asarray(request.block_table[first:num_blocks])
+            for rows, array in zip(rows_of, self.service.planes.arrays, strict=True):
+                blocks = np.zeros((num_blocks - first, array.shape[1]), np.uint8)
+                flat = np.ascontiguousarray(rows[first * size :]).reshape(-1)
+                blocks.reshape(-1)[: len(flat)] = flat
+                array[table] = cupy.asarray(blocks)
+            cupy.cuda.runtime.deviceSynchronize()
 
     def read(self, request: Request, num_tokens: int) -> list[np.ndarray]:
+        num_blocks = -(-num_tokens // self.layout.block_size)
         with self.service.device.computing():
-            return self._read(request, num_tokens)
-
-    def _read(self, request: Request, num_tokens: int) -> list[np.ndarray]:
-        size = self.layout.block_size
-        num_blocks = -(-num_tokens // size)
-        table = cupy.asarray(request.block_table[:num_blocks])
-        return [
-            cupy.asnumpy(array[table]).reshape(num_blocks * size, plane.token_bytes or 0)[
-                :num_tokens
+            table = cupy.asarray(request.block_table[:num_blocks])
+            return [
+                cupy.asnumpy(array[table]).reshape(-1, plane.token_bytes or 0)[:num_tokens]
+                for plane, array in zip(self.layout.planes, self.service.planes.arrays, strict=True)
             ]
-            for plane, array in zip(self.layout.planes, self.service.planes.arrays, strict=True)
-        ]
 
 
 @asynccontextmanager

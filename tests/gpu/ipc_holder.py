@@ -3,23 +3,22 @@
     python -m tests.gpu.ipc_holder
 
 {"layout": of ALL_LAYOUTS, "blocks": how many, "memory": "own", "pool", "async"} makes them anew,
-with the bytes of `content`, and answers with what `share` gives; {"free": true} frees them.
+with the bytes of `content`, and answers with what `share` gives.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
 from tests.gpu.cuda import Bytes2D
 from tests.layouts import ALL_LAYOUTS
+from tests.preloaded import ForkedProgram
 from tierkv.cache.layout import Layout
 from tierkv.gpu.protocol import SharedPlane
 
@@ -34,37 +33,19 @@ class Holder:
     """The process, as a test sees it."""
 
     def __init__(self) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.ipc_holder"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.popen = ForkedProgram("tests.gpu.ipc_holder")
 
     def make(self, layout: str, blocks: int, memory: str = "own") -> tuple[SharedPlane, ...]:
         """Raises RuntimeError with the error of a share that failed."""
-        answer = self._ask(layout=layout, blocks=blocks, memory=memory)
+        work = {"layout": layout, "blocks": blocks, "memory": memory}
+        self.popen.stdin.write(json.dumps(work).encode() + b"\n")
+        answer = json.loads(self.popen.stdout.readline())
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return tuple(
             SharedPlane(base64.b64decode(handle), offset, stride)
             for handle, offset, stride in answer["planes"]
         )
-
-    def free(self) -> None:
-        self._ask(free=True)
-
-    def _ask(self, **work: object) -> dict[str, Any]:
-        assert self.popen.stdin is not None
-        assert self.popen.stdout is not None
-        self.popen.stdin.write(json.dumps(work) + "\n")
-        self.popen.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.popen.stdout.readline())
-        return answer
-
-    def kill(self) -> None:
-        self.popen.kill()
-        self.popen.wait(10)
 
 
 @contextmanager
@@ -73,10 +54,8 @@ def holder() -> Iterator[Holder]:
     try:
         yield running
     finally:
-        running.kill()
-        for pipe in (running.popen.stdin, running.popen.stdout):
-            assert pipe is not None
-            pipe.close()
+        running.popen.kill()
+        running.popen.communicate()
 
 
 def _main() -> None:
@@ -94,10 +73,6 @@ def _main() -> None:
         work = json.loads(line)
         if planes is not None:
             planes.close()
-            planes = None
-        if work.get("free"):
-            print("{}", flush=True)  # noqa: T201 - it is its answer
-            continue
         layout = ALL_LAYOUTS[work["layout"]]
         if work["memory"] == "own":
             planes = device.allocate_planes(layout, work["blocks"])
@@ -112,7 +87,7 @@ def _main() -> None:
                 (base64.b64encode(one.handle).decode(), one.offset, one.stride)
                 for one in sharing.share(planes)
             ]
-            print(json.dumps({"planes": shared}), flush=True)  # noqa: T201
+            print(json.dumps({"planes": shared}), flush=True)  # noqa: T201 - it is its answer
         except ConfigError as error:
             print(json.dumps({"error": str(error)}), flush=True)  # noqa: T201
 

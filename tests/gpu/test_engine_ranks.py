@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.embed.engine import until
 from tests.embed.tp_engine import engine
 from tests.gpu.cuda import blocks_of, cupy_or_skip, held, write_blocks
 from tests.latch import PATIENCE_S
@@ -159,10 +160,3 @@ def until_polled(cache: EngineCache, ranks: Sequence[WorkerPlanes], what: str) -
         return bool(getattr(polled, what))
 
     until(has_come)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.0005)

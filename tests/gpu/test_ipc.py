@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import numpy as np
@@ -11,12 +12,14 @@ import pytest
 from tests.gpu.cuda import blocks_of, cupy_or_skip, write_blocks
 from tests.gpu.ipc_holder import Holder, content, holder
 from tests.layouts import ALL_LAYOUTS
+from tierkv.cache.layout import Layout
 from tierkv.errors import ConfigError, TransferError
 from tierkv.gpu.protocol import SharedPlane, SharedPlanes
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 from tierkv.gpu import cuda_device
-from tierkv.gpu.cuda_device import CudaDevice, CudaSharing
+from tierkv.gpu.cuda_device import CudaDevice, CudaPeer, CudaSharing
+from tierkv.gpu.cuda_memory import CudaPlanes
 
 pytestmark = pytest.mark.gpu
 
@@ -47,54 +50,52 @@ def named(sharing: CudaSharing, planes: tuple[SharedPlane, ...], num_blocks: int
     )
 
 
+@contextmanager
+def opened(
+    device: CudaDevice, layout: Layout, num_blocks: int, theirs: tuple[SharedPlane, ...], count: int
+) -> Iterator[tuple[CudaPlanes, CudaPeer]]:
+    """Planes of `num_blocks` blocks, and the other process's of `count`."""
+    sharing, own = device.sharing, device.allocate_planes(layout, num_blocks)
+    peer = sharing.open(own, named(sharing, theirs, count))
+    yield own, peer
+    peer.close()
+    own.close()
+
+
 @pytest.mark.parametrize("name", ALL_LAYOUTS)
 def test_blocks_come_byte_for_byte_and_touch_no_others(
     cupy: ModuleType, device: CudaDevice, other: Holder, name: str
 ) -> None:
-    layout, sharing = ALL_LAYOUTS[name], device.sharing
-    shared = named(sharing, other.make(name, 50), 50)
-    own = device.allocate_planes(layout, 40)
-    poison = np.full((40, layout.block_bytes), 0xA5, np.uint8)
-    write_blocks(cupy, own, poison)
-    rng = np.random.default_rng(1)
+    layout, rng = ALL_LAYOUTS[name], np.random.default_rng(1)
+    expected = np.full((40, layout.block_bytes), 0xA5, np.uint8)
     sources = rng.permutation(50)[:30].astype(np.int32)
     targets = rng.permutation(40)[:30].astype(np.int32)
-    peer = sharing.open(own, shared)
-    peer.copy(sources, targets)
-    expected = poison.copy()
-    expected[targets] = content(layout, 50)[sources]
-    assert np.array_equal(blocks_of(cupy, own), expected)
-    peer.copy(sources[:0], targets[:0])
-    peer.close()
-    own.close()
+    with opened(device, layout, 40, other.make(name, 50), 50) as (own, peer):
+        write_blocks(cupy, own, expected)
+        peer.copy(sources, targets)
+        expected[targets] = content(layout, 50)[sources]
+        assert np.array_equal(blocks_of(cupy, own), expected)
+        peer.copy(sources[:0], targets[:0])
 
 
 def test_a_copy_larger_than_its_staging_goes_in_parts(
     cupy: ModuleType, device: CudaDevice, other: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, sharing = ALL_LAYOUTS["fp8"], device.sharing
+    layout = ALL_LAYOUTS["fp8"]
     monkeypatch.setattr(cuda_device, "_STAGING_BYTES", 7 * layout.block_bytes)
-    own = device.allocate_planes(layout, 2000)
-    peer = sharing.open(own, named(sharing, other.make("fp8", 2000), 2000))
     sources = np.random.default_rng(2).permutation(2000).astype(np.int32)
-    peer.copy(sources, np.arange(2000, dtype=np.int32))
-    assert np.array_equal(blocks_of(cupy, own), content(layout, 2000)[sources])
-    peer.close()
-    own.close()
+    with opened(device, layout, 2000, other.make("fp8", 2000), 2000) as (own, peer):
+        peer.copy(sources, np.arange(2000, dtype=np.int32))
+        assert np.array_equal(blocks_of(cupy, own), content(layout, 2000)[sources])
 
 
 def test_memory_of_a_pool_is_found_within_its_allocation(
     cupy: ModuleType, device: CudaDevice, other: Holder
 ) -> None:
-    layout, sharing = ALL_LAYOUTS["gqa"], device.sharing
-    planes = other.make("gqa", 9, "pool")
-    own = device.allocate_planes(layout, 9)
-    peer = sharing.open(own, named(sharing, planes, 9))
-    every = np.arange(9, dtype=np.int32)
-    peer.copy(every, every)
-    assert np.array_equal(blocks_of(cupy, own), content(layout, 9))
-    peer.close()
-    own.close()
+    layout, every = ALL_LAYOUTS["gqa"], np.arange(9, dtype=np.int32)
+    with opened(device, layout, 9, other.make("gqa", 9, "pool"), 9) as (own, peer):
+        peer.copy(every, every)
+        assert np.array_equal(blocks_of(cupy, own), content(layout, 9))
 
 
 def test_memory_that_cannot_be_shared_is_refused_with_the_remedy(
