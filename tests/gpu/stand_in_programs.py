@@ -18,9 +18,10 @@ import pytest
 from click.testing import CliRunner
 
 from tests.embed.engine import until
+from tests.gpu.cuda import WAIT_S, opened
 from tests.gpu.stand_in import ILLEGAL_ADDRESS, NOT_REGISTERED, CUDAError, Gpu
 from tests.gpu.stand_in_cupy import Tensor, install
-from tests.gpu.stand_in_world import LAYOUTS, ODD, SMALL, WAIT_S, World
+from tests.gpu.stand_in_world import LAYOUTS, ODD, SMALL, World, new_device
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout, layered
 from tierkv.cli.doctor import doctor
@@ -68,32 +69,27 @@ def copies_that_begin_as_rectangles(gpu: Gpu, seed: int) -> None:
 def _copy_after_kernels(
     gpu: Gpu, direction: Direction, layout: Layout, num_blocks: int, units: UnitSizes
 ) -> None:
-    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
-    from tierkv.gpu.cuda_lane import LaneSettings  # noqa: PLC0415
-
-    device, count = CudaDevice(lanes=LaneSettings(units=units)), 40
-    planes, host = device.allocate_planes(layout, count), device.allocate_host(layout, count)
-    lane = device.open_ordered_lane(direction, planes, host, Order.BLOCKS)
+    device, count = new_device(units=units), 40
     blocks = np.arange(count, dtype=np.int32)[::-1][:num_blocks]
     slots = blocks[::-1]
-    random_bytes = np.random.default_rng(num_blocks).integers(1, 256, host.array.shape, np.uint8)
-    host.array[:] = random_bytes if direction is Direction.LOAD else 0
-    release = gpu.hold(0)
-    compute = device.compute_stream.record()
-    end = lane.submit(BlockCopy(direction, slots, blocks, (compute,)))[-1]
-    for array, start in zip(planes.arrays, layout.offsets, strict=True):
-        array[:] = random_bytes[:, start : start + array.shape[1]]
-        array[:] *= np.uint8(direction is Direction.OFFLOAD)
-    release()
-    end.block_until_done(WAIT_S)
-    moved, still = np.concatenate(planes.arrays, axis=1), host.array
-    if direction is Direction.OFFLOAD:
-        moved, still, blocks, slots = still, moved, slots, blocks
-    assert (moved[blocks] == still[slots]).all()
-    others = np.setdiff1d(np.arange(count), blocks)
-    assert not moved[others].any()
-    for made in (lane, host, planes, device):
-        made.close()
+    planes = device.allocate_planes(layout, count)
+    with opened(device, planes, count, direction, order=Order.BLOCKS) as on:
+        host = on.host.array
+        random_bytes = np.random.default_rng(num_blocks).integers(1, 256, host.shape, np.uint8)
+        host[:] = random_bytes if direction is Direction.LOAD else 0
+        release = gpu.hold(0)
+        end = on.submit(direction, slots, blocks, device.compute_stream.record())[-1]
+        for array, start in zip(planes.arrays, layout.offsets, strict=True):
+            array[:] = random_bytes[:, start : start + array.shape[1]]
+            array[:] *= np.uint8(direction is Direction.OFFLOAD)
+        release()
+        end.block_until_done(WAIT_S)
+        moved, still = np.concatenate(planes.arrays, axis=1), host
+        if direction is Direction.OFFLOAD:
+            moved, still, blocks, slots = still, moved, slots, blocks
+        assert (moved[blocks] == still[slots]).all()
+        others = np.setdiff1d(np.arange(count), blocks)
+        assert not moved[others].any()
 
 
 def tensors_in_allocations_of_their_own(gpu: Gpu, seed: int) -> None:
@@ -106,9 +102,6 @@ def tensors_in_allocations_of_their_own(gpu: Gpu, seed: int) -> None:
 
 
 def _copy_adopted(gpu: Gpu, num_planes: int, planes_each: int, units: UnitSizes) -> None:
-    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
-    from tierkv.gpu.cuda_lane import LaneSettings  # noqa: PLC0415
-
     layout, count = layered(1, [("key", "uint8", 1024)], num_layers=num_planes), 12
     pitch = count * 1024
     raw = np.zeros(num_planes * pitch + 1024, np.uint8)
@@ -116,27 +109,20 @@ def _copy_adopted(gpu: Gpu, num_planes: int, planes_each: int, units: UnitSizes)
     for at in range(0, num_planes, planes_each):
         size = min(planes_each, num_planes - at) * pitch
         gpu.memory[first + at * pitch] = np.empty(size + 512, np.uint8)
-    device = CudaDevice(lanes=LaneSettings(units=units))
+    device = new_device(units=units)
     tensors = [Tensor(first + at * pitch, (count, 1024)) for at in range(num_planes)]
-    planes, host = device.adopt_planes(layout, tensors), device.allocate_host(layout, 2 * count)
-    lanes = {way: device.open_lane(way, planes, host) for way in Direction}
     numbers = np.random.default_rng(num_planes)
-    for size in (1, 4, count):
-        there, back = (numbers.permutation(count).astype(np.int32)[:size] for _ in range(2))
-        blocks = numbers.integers(0, 256, (num_planes, count, 1024), np.uint8)
-        for array, rows in zip(planes.arrays, blocks, strict=True):
-            array[:] = rows
-        slots = there + np.int32(count)
-        copy = BlockCopy(Direction.OFFLOAD, slots, there)
-        lanes[Direction.OFFLOAD].submit(copy)[-1].block_until_done(WAIT_S)
-        copy = BlockCopy(Direction.LOAD, slots, back)
-        lanes[Direction.LOAD].submit(copy)[-1].block_until_done(WAIT_S)
-        blocks[:, back] = blocks[:, there]
-        assert (np.stack(planes.arrays) == blocks).all()
-    for lane in lanes.values():
-        lane.close()
-    for made in (host, planes, device):
-        made.close()
+    with opened(device, device.adopt_planes(layout, tensors), 2 * count) as on:
+        for size in (1, 4, count):
+            there, back = (numbers.permutation(count).astype(np.int32)[:size] for _ in range(2))
+            blocks = numbers.integers(0, 256, (num_planes, count, 1024), np.uint8)
+            for array, rows in zip(on.planes.arrays, blocks, strict=True):
+                array[:] = rows
+            slots = there + np.int32(count)
+            on.copy(Direction.OFFLOAD, slots, there)
+            on.copy(Direction.LOAD, slots, back)
+            blocks[:, back] = blocks[:, there]
+            assert (np.stack(on.planes.arrays) == blocks).all()
     for at in range(0, num_planes, planes_each):
         del gpu.memory[first + at * pitch]
 
@@ -158,22 +144,19 @@ def calls_that_fail(gpu: Gpu, seed: int) -> None:
 
 
 def _copies_that_may_fail(gpu: Gpu, copies: int = 3) -> None:
-    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
-    from tierkv.gpu.cuda_lane import LaneSettings  # noqa: PLC0415
-
-    opened: list[Callable[[], None]] = []
+    closes: list[Callable[[], None]] = []
     events: list[Event] = []
     ids = np.arange(40, dtype=np.int32)
     try:
-        device = CudaDevice(lanes=LaneSettings(staging_bytes=1, units=SMALL))
-        opened.append(device.close)
+        device = new_device(staging_bytes=1, units=SMALL)
+        closes.append(device.close)
         planes = device.allocate_planes(ODD, len(ids))
-        opened.append(planes.close)
+        closes.append(planes.close)
         host = device.allocate_host(ODD, len(ids))
-        opened.append(host.close)
+        closes.append(host.close)
         for direction in Direction:
             lane = device.open_lane(direction, planes, host)
-            opened.append(lane.close)
+            closes.append(lane.close)
             for _ in range(copies):
                 events += lane.submit(BlockCopy(direction, ids, ids))
     except (ConfigError, TransferError):
@@ -184,7 +167,7 @@ def _copies_that_may_fail(gpu: Gpu, copies: int = 3) -> None:
                 event.block_until_done(WAIT_S)
             except GateTimeoutError:
                 sys.exit("a copy neither ends nor fails")
-    for close in reversed(opened):
+    for close in reversed(closes):
         with suppress(TransferError):  # where it is the waiting that fails
             close()
 
@@ -192,10 +175,9 @@ def _copies_that_may_fail(gpu: Gpu, copies: int = 3) -> None:
 def memory_that_is_refused(gpu: Gpu, seed: int) -> None:
     """A chunk that cannot be pinned: the first one refuses the memory, whatever the reason is, a
     later one only its slots. Too many blocks for the GPU are a setting that is wrong."""
-    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
     from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
 
-    device = CudaDevice()
+    device = new_device()
     layout = layered(1, [("key", "uint8", 4096)], num_layers=1)
 
     def pinned() -> PinnedSlots:
@@ -220,10 +202,9 @@ def memory_that_is_refused(gpu: Gpu, seed: int) -> None:
 
 def memory_of_an_engine_is_pinned_where_a_copy_waits(gpu: Gpu, seed: int) -> None:
     """One thread pins it, slot after slot, and next of all what a copy needs."""
-    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
     from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
 
-    device, order = CudaDevice(), list[int]()
+    device, order = new_device(), list[int]()
     second, goes_on, register = threading.Event(), threading.Event(), gpu.register
     mapped = mmap.mmap(-1, 40 * 4096)
     array = np.frombuffer(mapped, np.uint8).reshape(40, 4096)
@@ -265,15 +246,13 @@ def slots_that_others_have_mapped(gpu: Gpu, seed: int) -> None:
 
 
 def _copy_pieces(gpu: Gpu, before: int) -> None:
-    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
-
     count, size = 40, before + ODD.block_bytes + 77
     memory = shared_memory(count * size)
     whole = SharedSlots(os.dup(memory), count, size, slice(0, size))
     piece = SharedSlots(memory, count, size, slice(before, before + ODD.block_bytes))
     whole.array[:] = np.random.default_rng(before).integers(1, 256, whole.array.shape, np.uint8)
     expected = whole.array.copy()
-    device = CudaDevice()
+    device = new_device()
     planes = device.allocate_planes(ODD, count)
     lanes = {way: device.open_lane(way, planes, piece) for way in Direction}
     assert len(gpu.registered) == 1
@@ -302,10 +281,8 @@ def an_engine_that_owns_its_blocks(gpu: Gpu, seed: int) -> None:
 
 def _save_and_load(gpu: Gpu, num_ranks: int) -> None:
     """num_ranks: at a socket; 0 is one in the same process without."""
-    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
-
     layout, count, tokens = LAYOUTS[2], 16, list(range(14))
-    devices = [CudaDevice() for _ in range(max(num_ranks, 1))]
+    devices = [new_device() for _ in range(max(num_ranks, 1))]
     made = [device.allocate_planes(layout, count) for device in devices]
     ranks = [
         WorkerPlanes(device, planes, rank=rank)
@@ -374,10 +351,8 @@ def memory_that_is_closed(gpu: Gpu, seed: int) -> None:
 
 
 def _copy_when_closed(closed: str, count: int) -> None:
-    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
-
     ids = np.arange(count, dtype=np.int32)
-    device = CudaDevice()
+    device = new_device()
     planes, host = device.allocate_planes(ODD, 8), device.allocate_host(ODD, 8)
     lane = device.open_lane(Direction.LOAD, planes, host)
     copy = BlockCopy(Direction.LOAD, ids, ids)
@@ -422,9 +397,7 @@ class _Fp8Tensor:
 
 def tensors_that_do_not_fit(gpu: Gpu, seed: int) -> None:
     """What cannot be adopted is refused, with what to do."""
-    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
-
-    device, layout = CudaDevice(), layered(1, [("key", "float8", 1)], num_layers=1)
+    device, layout = new_device(), layered(1, [("key", "float8", 1)], num_layers=1)
     _expect(ConfigError, "a view of its bytes", lambda: device.adopt_planes(layout, [_Fp8Tensor()]))
     point = np.array(7, np.uint8)
     _expect(LayoutError, "no dimensions", lambda: device.adopt_planes(layout, [point]))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.gpu.cuda import WAIT_S
 from tests.gpu.stand_in import Gpu, Steps
 from tierkv.cache.layout import Layout, Plane, layered
 from tierkv.gpu.cpu import CpuHostSlots
@@ -15,7 +17,9 @@ from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Ids
 from tierkv.gpu.units import Order, UnitSizes
 from tierkv.ranks.memory import SharedSlots, shared_memory
 
-WAIT_S = 30.0
+if TYPE_CHECKING:
+    from tierkv.gpu.cuda_device import CudaDevice
+
 ODD = Layout(1, tuple(Plane(at, "key", "uint8", size) for at, size in enumerate((4097, 1, 15, 17))))
 LAYOUTS = (
     ODD,
@@ -27,21 +31,26 @@ SMALL = UnitSizes(
 )
 
 
+def new_device(**lanes: Any) -> CudaDevice:
+    """lanes: of LaneSettings."""
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
+    from tierkv.gpu.cuda_lane import LaneSettings  # noqa: PLC0415
+
+    return CudaDevice(lanes=LaneSettings(**lanes))
+
+
 class World:
     """Each step is ordered behind those before it that touch the same memory, by events alone."""
 
     def __init__(self, gpu: Gpu, rng: random.Random, layout: Layout, count: int) -> None:
-        from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - on the stand-in
-        from tierkv.gpu.cuda_lane import LaneSettings  # noqa: PLC0415
-        from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
+        from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415 - once the stand-in is there
 
         self._gpu, self._rng, self._count = gpu, rng, count
         self._numbers = np.random.default_rng(rng.getrandbits(32))
         turn_bytes = rng.choice((1, 1 << 12, 64 << 20))
         units = rng.choice((UnitSizes(), UnitSizes(min_unit=1, max_unit=1, piece=1), SMALL))
         units = replace(units, straight_row=1 << 10)
-        settings = LaneSettings(staging_bytes=1, turn_bytes=turn_bytes, units=units)
-        self._device = device = CudaDevice(lanes=settings)
+        self._device = device = new_device(staging_bytes=1, turn_bytes=turn_bytes, units=units)
         self._planes = planes = device.allocate_planes(layout, count)
         chunk_bytes = rng.choice((1, 1 << 14, 1 << 20))
         self._others = self._slots_of_others(rng, layout)
