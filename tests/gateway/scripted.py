@@ -51,7 +51,7 @@ class ScriptedNode:
     """Answers as a node would, except for what a test sets.
 
     breaks_after: closes the connection after so many tokens of a stream, counted in `breaks_left`
-    times. refusal: status and problem of every work call. held: work waits while it is set.
+    times. refusal: status and problem of every work call. is_held: work waits while it is set.
     near: tokens it claims to hold of any prompt. model: what it says that it computes, None for a
     node that does not say.
     """
@@ -78,13 +78,21 @@ class ScriptedNode:
         self.hides_first_token = False  # publishes its ticket without an event of the token
         self.dies_unpublished = False  # after its first token, before its ticket
         self.stalls_after: int | None = None
-        self.gate = asyncio.Event()
-        self.gate.set()
+        self._gate = asyncio.Event()
+        self.is_held = False
         self.tickets: dict[str, asyncio.Event] = {}
         self.lingers = False  # after its last event, without ending the answer
         self.peers: set[object] = set()  # connections that work came over
         self.url = ""
         self.num_probes = 0
+
+    @property
+    def is_held(self) -> bool:
+        return not self._gate.is_set()
+
+    @is_held.setter
+    def is_held(self, value: bool) -> None:
+        (self._gate.clear if value else self._gate.set)()
 
     def paths(self) -> list[str]:
         return [path for path, _, _ in self.calls]
@@ -155,7 +163,7 @@ class ScriptedNode:
     async def _answer(  # noqa: C901 - every fault that a test asks for
         self, request: web.Request, body: Json
     ) -> web.StreamResponse:
-        await self.gate.wait()
+        await self._gate.wait()
         if self.refusal is not None:
             status, problem = self.refusal
             return web.json_response(
@@ -206,6 +214,13 @@ class ScriptedNode:
             },
         )
         return response
+
+
+def script(nodes: Sequence[ScriptedNode], **how: Any) -> None:
+    """Let nodes do so from now on; `how` has attributes of theirs."""
+    for node in nodes:
+        for name, value in how.items():
+            setattr(node, name, value)
 
 
 def tokens_event(token: int, body: Json, *, is_of_ticket: bool) -> Json:
@@ -293,6 +308,10 @@ class Stage:
     prefill: list[ScriptedNode]
     decode: list[ScriptedNode]
     both: list[ScriptedNode]
+
+    @property
+    def nodes(self) -> list[ScriptedNode]:
+        return [*self.prefill, *self.decode, *self.both]
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from tests.gateway.scripted import (
     Stage,
     answer_to,
     logprobs_to,
+    script,
     stage,
     text_of,
 )
@@ -43,16 +44,14 @@ async def test_a_prompt_goes_to_one_prefill_and_one_decode_node_at_the_same_time
 ) -> None:
     await answered(on, stream=stream)
     assert (at_all(on.prefill, "prefill"), at_all(on.decode, "decode")) == (1, 1)
-    (_, asked, _), (_, claimed, _) = [
-        call for node in (*on.prefill, *on.decode) for call in node.calls
-    ]
+    (_, asked, _), (_, claimed, _) = [call for node in on.nodes for call in node.calls]
     assert asked["ticket_id"] == claimed["ticket_id"]
     assert (asked["tokens"], asked["seed"]) == (claimed["tokens"], claimed["seed"])
 
 
 async def test_the_first_token_is_passed_on_while_the_prompt_is_still_being_published() -> None:
     async with stage(1, 1) as on:
-        on.decode[0].gate.clear()  # so that only the prefill node can have said it
+        on.decode[0].is_held = True  # so that only the prefill node can have said it
         async with (
             asyncio.timeout(10),
             on.caller.session.post(
@@ -62,7 +61,7 @@ async def test_the_first_token_is_passed_on_while_the_prompt_is_still_being_publ
         ):
             line = await response.content.readline()
             assert f'"text":"{TRUTH[0]}"'.encode() in line
-            on.decode[0].gate.set()
+            on.decode[0].is_held = False
             assert b"[DONE]" in await response.read()
 
 
@@ -71,12 +70,9 @@ async def test_the_first_token_is_passed_on_while_the_prompt_is_still_being_publ
 async def test_a_decode_node_that_dies_is_replaced_without_losing_or_repeating_a_token(
     on: Stage, after: int, stream: bool
 ) -> None:
-    for node in on.decode:
-        node.breaks_after, node.breaks_left = after, 0
-    on.decode[0].breaks_left = on.decode[1].breaks_left = 1
+    script(on.decode, breaks_after=after, breaks_left=1)
     await answered(on, stream=stream)
-    for node in (*on.prefill, *on.decode):
-        node.breaks_left = 0
+    script(on.nodes, breaks_left=0)
     await answered(on, stream=stream)
 
 
@@ -85,11 +81,8 @@ async def test_log_probabilities_are_those_of_each_token_whichever_node_sends_th
     on: Stage, fault: str
 ) -> None:
     """A ticket has the first token without its log probabilities."""
-    for node in on.decode:
-        node.breaks_after = 3 if fault == "decode node dies" else None
-        node.breaks_left = 1
-    for node in on.prefill:
-        node.hides_first_token = fault == "first token has no event"
+    script(on.decode, breaks_after=3 if fault == "decode node dies" else None, breaks_left=1)
+    script(on.prefill, hides_first_token=fault == "first token has no event")
     asked = await on.caller.ask({"prompt": PROMPT, "logprobs": 2})
     expected = [logprobs_to(token) for token in answer_to(PROMPT.encode(), 8)]
     chosen = [one["chosen"] for one in expected]
@@ -118,15 +111,9 @@ async def test_a_streamed_chat_has_log_probabilities_up_to_the_end_of_a_stop_tex
 
 
 async def test_after_the_first_token_only_the_rest_is_generated(on: Stage) -> None:
-    for node in on.decode:
-        node.breaks_after = 3
+    script(on.decode, breaks_after=3)
     await answered(on)  # one dies in its claim, the other going on: 3 + 3 tokens, 2 are left
-    resumed = [
-        body
-        for node in (*on.prefill, *on.decode)
-        for path, body, _ in node.calls
-        if path == "/v1/generate"
-    ]
+    resumed = [body for node in on.nodes for path, body, _ in node.calls if path == "/v1/generate"]
     assert sorted(body["max_tokens"] for body in resumed) == [2, 5]
     assert sorted(body["answered_tokens"] for body in resumed) == [3, 6]
     prompts = [body["tokens"] for body in resumed]
@@ -163,32 +150,29 @@ async def test_a_node_that_is_busy_with_long_prompts_is_passed_over_despite_its_
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         on.prefill[0].near = len(PROMPT) - 100
-        on.prefill[0].gate.clear()
+        on.prefill[0].is_held = True
         first = tasks.create_task(on.caller.ask({"prompt": PROMPT * 20}))
         await until(lambda: on.prefill[0].running == 1, "the long prompt to begin")
         await answered(on)
         assert len(on.prefill[1].calls) == 1
-        on.prefill[0].gate.set()
+        on.prefill[0].is_held = False
         assert (await first).status == 200
 
 
 async def test_the_load_of_many_callers_is_shared_by_all_nodes() -> None:
     async with stage(3, 3) as on:
-        for node in on.decode:
-            node.gate.clear()
+        script(on.decode, is_held=True)
         async with asyncio.TaskGroup() as tasks:
             for number in range(12):
                 tasks.create_task(on.caller.ask({"prompt": f"{number} {PROMPT}"}))
             await until(lambda: sum(node.running for node in on.decode) == 12)
             assert [node.running for node in on.decode] == [4, 4, 4]
-            for node in on.decode:
-                node.gate.set()
+            script(on.decode, is_held=False)
         assert min(len(node.calls) for node in on.prefill) >= 2
 
 
 async def test_without_any_prefill_node_a_decode_node_does_it_all(on: Stage) -> None:
-    for node in on.prefill:
-        node.breaks_after = 0
+    script(on.prefill, breaks_after=0)
     await answered(on)
     assert at_all(on.decode, "generate") == 1
 
@@ -213,29 +197,25 @@ async def test_the_only_node_gets_another_chance_after_it_has_failed() -> None:
 
 
 async def test_a_text_becomes_tokens_at_a_node_that_answers_and_once(on: Stage) -> None:
-    nodes = (*on.prefill, *on.decode)
-    for node in nodes[:-1]:
-        node.raw = b"no tokens"
+    script(on.nodes[:-1], raw=b"no tokens")
     await answered(on)
-    assert [node.texts for node in nodes] == [[], [], [], [PROMPT.encode()]]
+    assert [node.texts for node in on.nodes] == [[], [], [], [PROMPT.encode()]]
 
 
 @STREAMED
 async def test_when_nobody_is_left_the_caller_is_told_so(stream: bool) -> None:
     async with stage(limits=LimitsSection(max_attempts=5)) as on:
-        for node in (*on.prefill, *on.decode):
-            node.breaks_after = 0
+        script(on.nodes, breaks_after=0)
         asked = await on.caller.ask({"prompt": PROMPT, "stream": stream})
         assert (asked.status, asked.body["code"]) == (503, "no_nodes")
         assert asked.headers["Retry-After"] == "1"
         # A prefill and a claim may be on their way beside the attempt that was the last.
-        assert sum(len(node.calls) for node in (*on.prefill, *on.decode)) <= 5 + 2
+        assert sum(len(node.calls) for node in on.nodes) <= 5 + 2
 
 
 async def test_an_error_in_the_middle_of_a_stream_ends_it_with_an_error_and_no_done() -> None:
     async with stage(limits=LimitsSection(max_attempts=2)) as on:
-        for node in (*on.prefill, *on.decode):
-            node.breaks_after = 2
+        script(on.nodes, breaks_after=2)
         asked = await on.caller.ask({"prompt": PROMPT, "stream": True})
         assert asked.status == 200
         assert asked.error["code"] == "no_nodes"
@@ -264,15 +244,12 @@ async def test_a_node_that_answers_garbage_is_left_alone(on: Stage, raw: bytes) 
 @pytest.mark.promise("A node that continues a stream with other tokens is rejected.")
 async def test_a_node_that_goes_on_otherwise_than_the_one_before_it_is_not_believed() -> None:
     async with stage(1, 2) as on:
-        for node in on.decode:
-            node.lies_from = 0
-        on.decode[0].gate.clear()  # until the prefill node's first token is there
-        on.decode[1].gate.clear()
+        # They wait until the prefill node's first token is there.
+        script(on.decode, lies_from=0, is_held=True)
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(on.caller.ask({"prompt": PROMPT, "stream": True}))
             await until(lambda: on.prefill[0].finished == 1, "the first token")
-            for node in on.decode:
-                node.gate.set()
+            script(on.decode, is_held=False)
         asked = task.result()
         # After the first token nobody can tell who is right about the rest; the first is kept.
         assert asked.text.startswith(TRUTH[0])
@@ -303,8 +280,7 @@ async def test_a_node_that_hangs_is_replaced_after_the_stall_deadline() -> None:
 async def test_a_machine_that_is_gone_is_noticed_long_before_its_streams_stall() -> None:
     health = HealthSection(probe_interval_s=0.05, probe_timeout_s=1.0, gone_after_probes=2)
     async with stage(1, 2, health=health) as on:  # stall_s is 20 s, longer than a test may wait
-        for node in on.decode:
-            node.stalls_after = 5
+        script(on.decode, stalls_after=5)
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(answered(on, stream=True))
             await until(lambda: any(node.running for node in on.decode), "the stream to begin")
@@ -333,8 +309,7 @@ async def test_when_all_are_busy_the_caller_is_to_come_back_and_no_node_is_blame
     code: str,
 ) -> None:
     async with stage(limits=LimitsSection(max_attempts=3)) as on:
-        for node in (*on.prefill, *on.decode):
-            node.refusal = (503, {"code": code})
+        script(on.nodes, refusal=(503, {"code": code}))
         asked = await on.caller.ask({"prompt": PROMPT})
         assert (asked.status, asked.body["code"]) == (503, "overloaded")
         assert "Retry-After" in asked.headers
@@ -345,10 +320,7 @@ async def test_when_all_are_busy_the_caller_is_to_come_back_and_no_node_is_blame
 async def test_a_prompt_that_cannot_be_handed_over_is_one_nodes_work(
     on: Stage, status: int, reason: str
 ) -> None:
-    for node in on.prefill:
-        node.refusal = (status, {"code": "handoff_failed", "reason": reason})
-    for node in on.decode:
-        node.near = 0
+    script(on.prefill, refusal=(status, {"code": "handoff_failed", "reason": reason}))
     await answered(on)
     assert at_all(on.decode, "generate") == 1
 
@@ -357,14 +329,15 @@ async def test_a_prompt_that_cannot_be_handed_over_is_one_nodes_work(
 async def test_nodes_of_different_models_never_make_one_answer_together(
     on: Stage, stream: bool
 ) -> None:
-    for node in on.decode:
-        node.refusal = (409, {"code": "handoff_failed", "reason": "incompatible"})
-        node.near = len(PROMPT) // 2
-        node.gate.clear()
+    script(
+        on.decode,
+        refusal=(409, {"code": "handoff_failed", "reason": "incompatible"}),
+        near=len(PROMPT) // 2,
+        is_held=True,
+    )
     task = asyncio.create_task(answered(on, stream=stream))
     await until(lambda: any(node.finished for node in on.prefill), "the first token")
-    for node in on.decode:
-        node.gate.set()
+    script(on.decode, is_held=False)
     await task
     # The other decode node is fresh and has the least to do, but would speak for itself.
     assert at_all(on.decode, "generate") == 0
@@ -398,18 +371,16 @@ async def test_a_node_of_another_model_is_never_asked_and_readyz_names_the_diffe
 
 
 async def test_what_no_node_can_do_is_the_callers_error_and_tried_once(on: Stage) -> None:
-    for node in (*on.prefill, *on.decode):
-        node.refusal = (422, {"code": "request_too_large"})
+    script(on.nodes, refusal=(422, {"code": "request_too_large"}))
     asked = await on.caller.ask({"prompt": PROMPT})
     assert (asked.status, asked.body["code"]) == (422, "request_too_large")
-    assert sum(len(node.calls) for node in (*on.prefill, *on.decode)) <= 2
+    assert sum(len(node.calls) for node in on.nodes) <= 2
 
 
 async def test_a_request_that_takes_too_long_ends() -> None:
     async with stage(deadlines=DeadlineSection(request_s=0.3, lookup_s=5.0)) as on:
-        for node in (*on.prefill, *on.decode):
-            node.gate.clear()
+        script(on.nodes, is_held=True)
         asked = await on.caller.ask({"prompt": PROMPT})
         assert (asked.status, asked.body["code"]) == (504, "deadline_exceeded")
-        await until(lambda: not any(n.running for n in (*on.prefill, *on.decode)))
+        await until(lambda: not any(n.running for n in on.nodes))
         assert all(not n.running and not n.outstanding_tokens for n in on.gateway.backend.nodes.all)

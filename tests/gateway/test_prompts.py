@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.gateway.scripted import Stage, stage
+from tests.gateway.scripted import Stage, script, stage
 from tests.latch import until
 from tierkv.cache.keys import pack
 from tierkv.gateway.failures import InvalidRequestError
@@ -69,13 +69,12 @@ async def test_a_prompt_longer_than_any_node_takes_is_refused_and_nobody_compute
         for prompt in ("x" * 1001, [1] * 1001, [[1] * 1001], ["x" * 300_000] * 2):
             asked = await on.caller.ask({"prompt": prompt})
             assert (asked.status, asked.body["code"]) == (400, "context_length_exceeded")
-        assert not any(node.calls for node in (*on.prefill, *on.decode))
+        assert not any(node.calls for node in on.nodes)
         assert (await on.caller.ask({"prompt": "x" * 1000})).is_whole
 
 
 async def test_a_text_with_more_tokens_than_its_node_takes_is_refused(on: Stage) -> None:
-    for node in (*on.prefill, *on.decode):
-        node.most_tokens = 99
+    script(on.nodes, most_tokens=99)
     asked = await on.caller.ask({"prompt": "x" * 100})
     assert (asked.status, asked.body["code"]) == (400, "context_length_exceeded")
     assert (await on.caller.ask({"prompt": "x" * 99})).is_whole
@@ -83,16 +82,14 @@ async def test_a_text_with_more_tokens_than_its_node_takes_is_refused(on: Stage)
 
 async def test_prompts_beyond_the_bound_in_bytes_are_told_to_come_again() -> None:
     async with stage(max_work_bytes=25_000) as on:
-        for node in on.prefill:
-            node.gate.clear()
+        script(on.prefill, is_held=True)
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(on.caller.ask({"prompt": "x" * 4000}))
             await until(lambda: on.gateway.backend.admission.num_running == 1)
             refused = await on.caller.ask({"prompt": "y" * 2000})
             assert (refused.status, refused.body["code"]) == (503, "too_much_in_work")
             assert refused.headers["Retry-After"] == "1"
-            for node in on.prefill:
-                node.gate.set()
+            script(on.prefill, is_held=False)
         assert first.result().is_whole
         assert (await on.caller.ask({"prompt": "y" * 2000})).is_whole
         assert on.gateway.backend.bodies.num_bytes == 0

@@ -34,7 +34,6 @@ from tierkv.storage.factory import open_guarded_store
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetItem, GetOutcome, PutItem, PutOutcome, Store
-from tierkv.storage.redis import control
 from tierkv.tasks import background
 
 T = TypeVar("T")
@@ -111,27 +110,6 @@ async def test_every_task_that_a_node_can_do_without_may_fail(
 
 
 _SHORT = {"tierkv-claim-ahead", "tierkv-load-ahead"}  # tasks that end with their request
-
-
-@pytest.mark.parametrize("error", ERRORS[:2], ids=repr)
-async def test_a_hint_that_cannot_be_sent_costs_its_connection_alone(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors, send = [error], control._Tcp.send_packed_command  # noqa: SLF001 - fails once
-
-    async def fails_once(self: control._Tcp, command: list[bytes], **options: bool) -> None:
-        if errors and any(b"SUBSCRIBE" in part for part in command):
-            raise errors.pop()
-        await send(self, command, **options)
-
-    monkeypatch.setattr(control._Tcp, "send_packed_command", fails_once)  # noqa: SLF001
-    with redis_server() as server:
-        async with here(store=open_guarded_store(server.url, PATIENT, SystemClock())) as on:
-            assert await hands_over(on.client, "t0") == (200, 200)
-            await until(lambda: not errors, "a send that fails")
-            assert await hands_over(on.client, "t1") == (200, 200)
-            assert on.node.service.failure is None
-            assert (await on.client.get("/readyz")).status == 200
 
 
 @pytest.mark.promise("A node outlives failures of its background tasks and stores.")
