@@ -20,6 +20,7 @@ from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, pack
 from tierkv.cache.layout import Layout
 from tierkv.clock import Clock, SystemClock
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Event
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.request import Matched, Request
 from tierkv.sched.settings import CacheSettings
@@ -147,20 +148,39 @@ class World:
         """Wait for what is cached, check every byte of it, compute and commit the rest."""
         await request.gate.all_layers(100.0)
         self.check_kv(request, tokens, request.cached_tokens)
-        self.compute(request, tokens, request.cached_tokens)
-        await finish(self.service.scheduler.commit(request, pack(list(tokens))))
+        await self.commit(request, tokens, request.cached_tokens)
+
+    async def commit(
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        start: int = 0,
+        *,
+        after: Sequence[Event] = (),
+    ) -> None:
+        """Compute tokens [start, len(tokens)) and commit all; `after` ends the kernels."""
+        self.compute(request, tokens, start)
+        await finish(self.service.scheduler.commit(request, pack(list(tokens)), after=after))
 
     async def run(self, tokens: Sequence[int], *, uses_cache: bool = True) -> Matched:
         """A whole request; afterwards its copies have settled."""
-        request = await self.admit(tokens, uses_cache=uses_cache)
-        await self.prefill(request, tokens)
+        request = await self.computed(tokens, uses_cache=uses_cache)
         self.check_kv(request, tokens, len(tokens))
         await self.ended(request)
         return request.matched
 
-    async def ended(self, request: Request) -> None:
-        """The request ends, and all that it has begun."""
-        self.service.scheduler.end(request)
+    async def computed(
+        self, tokens: Sequence[int], *, name: str = "", new: int = 0, uses_cache: bool = True
+    ) -> Request:
+        """Admitted, every cached byte checked, and the rest computed and committed."""
+        request = await self.admit(tokens, name=name, new=new, uses_cache=uses_cache)
+        await self.prefill(request, tokens)
+        return request
+
+    async def ended(self, *requests: Request) -> None:
+        """The requests end, and all that they have begun."""
+        for request in requests:
+            self.service.scheduler.end(request)
         await self.settle()
 
     async def settle(self) -> None:

@@ -181,8 +181,7 @@ async def test_without_cache_everything_is_computed_and_nothing_breaks() -> None
 )
 async def test_a_commit_that_cannot_be_true_is_refused_and_changes_nothing(bad: list[int]) -> None:
     async with world() as here:
-        request = await here.admit(tokens(8), new=4)
-        await here.prefill(request, tokens(8))
+        request = await here.computed(tokens(8), new=4)
         with pytest.raises(BadRequestError):
             await here.service.scheduler.commit(request, pack(bad))
         assert here.service.verify() == []

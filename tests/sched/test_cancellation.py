@@ -85,8 +85,7 @@ async def admit(here: World, mine: Request) -> None:
 
 async def hand_over(here: World, mine: Request) -> None:
     """What is cached, and what is not; the claims of both, and one for which nothing comes."""
-    alone = await here.admit(tokens(10, 900), name="alone", uses_cache=False)
-    await here.prefill(alone, tokens(10, 900))
+    alone = await here.computed(tokens(10, 900), name="alone", uses_cache=False)
     for request in (mine, alone):
         await publish_request(here.service, request, request.request_id, [1])
         here.service.scheduler.end(request)

@@ -147,10 +147,8 @@ async def test_blocks_that_a_publish_stores_or_misses_are_told() -> None:
 async def test_a_published_tail_is_not_told_as_the_block_that_a_request_made_of_it() -> None:
     async with world(with_store=True, host_write=NONE, storage_write=NONE) as here:
         with here.service.events.subscribe() as subscription:
-            request = await here.admit(tokens(18), new=2)
-            await here.prefill(request, tokens(18))
-            here.compute(request, tokens(20), 18)
-            await finish(here.service.scheduler.commit(request, pack(tokens(20))))
+            request = await here.computed(tokens(18), new=2)
+            await here.commit(request, tokens(20), 18)
             await finish(publish_request(here.service, request, "ticket", [18]))
             told = blocks(await everything(subscription), CacheEventKind.STORED, "storage")
             assert told == [0, 1, 2, 3]
@@ -161,8 +159,7 @@ async def test_what_is_written_to_a_store_that_was_detached_meanwhile_is_not_tol
     async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
         with here.service.events.subscribe() as subscription:
             here.the_store.hold_writes(firmly=True)
-            request = await here.admit(tokens(16))
-            await here.prefill(request, tokens(16))
+            request = await here.computed(tokens(16))
             here.service.scheduler.end(request)
             await here.the_store.until_held(1)
             here.service.detach_storage()
@@ -219,15 +216,13 @@ async def test_a_block_that_a_fetch_finds_on_its_way_from_the_device_is_not_told
             fetching = asyncio.ensure_future(here.admit([*prompt, 1]))
             await here.the_store.until_held(1)
             here.latch.hold(Direction.OFFLOAD)
-            computes = await here.admit(prompt, uses_cache=False)
-            await here.prefill(computes, prompt)
+            computes = await here.computed(prompt, uses_cache=False)
             await here.latch.until_held()
             here.latch.fail_next(Direction.OFFLOAD, 1)
             here.the_store.release()
             fetched = await finish(fetching)
             here.latch.release()
-            here.service.scheduler.end(fetched)
-            await here.ended(computes)
+            await here.ended(fetched, computes)
             told = [
                 one.tier for one in await everything(events) if one.kind is CacheEventKind.STORED
             ]

@@ -20,16 +20,14 @@ NONE = WritePolicy.NONE
 
 async def test_a_request_grows_by_the_blocks_it_needs_and_no_more() -> None:
     async with world(device_blocks=8) as here:
-        request = await here.admit(tokens(6))
-        await here.prefill(request, tokens(6))
+        request = await here.computed(tokens(6))
         with pytest.raises(RequestTooLargeError):
             await here.service.scheduler.growth.extend(request, 40)
         await here.service.scheduler.growth.extend(request, 2)  # there is room in the tail
         assert len(request.block_table) == 2
         await here.service.scheduler.growth.extend(request, 7)
         assert len(request.block_table) == len(set(request.block_table.tolist())) == 4
-        here.compute(request, tokens(13), 6)
-        await here.service.scheduler.commit(request, pack(tokens(13)))
+        await here.commit(request, tokens(13), 6)
         here.check_kv(request, tokens(13), 13)
         await here.ended(request)
         assert (await here.run([*tokens(13), 1])).device_tokens == 13
@@ -42,8 +40,7 @@ async def test_room_to_grow_is_beyond_the_whole_prompt_however_much_of_it_is_com
         await here.service.scheduler.commit(request, pack(tokens(8)))  # a first piece of the prompt
         await here.service.scheduler.growth.extend(request, 8)
         assert len(request.block_table) == 7
-        here.compute(request, tokens(28), 8)
-        await here.service.scheduler.commit(request, pack(tokens(28)))
+        await here.commit(request, tokens(28), 8)
         await here.ended(request)
 
 
@@ -65,13 +62,11 @@ async def test_growing_evicts_waits_for_others_and_goes_before_those_who_wait() 
             await until(grows.done)
             assert not waits.done()
             here.service.scheduler.end(first)
-        here.service.scheduler.end(waits.result())
-        await here.settle()
+        await here.ended(waits.result())
 
 
 async def preempted(here: World, count: int) -> Request:
-    request = await here.admit(tokens(count), new=4)
-    await here.prefill(request, tokens(count))
+    request = await here.computed(tokens(count), new=4)
     here.service.scheduler.preempt(request)
     return request
 
@@ -105,8 +100,7 @@ async def test_one_preempted_in_the_middle_of_its_prompt_comes_back_for_the_whol
     async with world(host_write=NONE) as here:
         request = await here.admit(tokens(20))
         if committed:
-            here.compute(request, tokens(committed))
-            await here.service.scheduler.commit(request, pack(tokens(committed)))
+            await here.commit(request, tokens(committed))
         here.service.scheduler.preempt(request)
         await here.run(tokens(20), uses_cache=False)  # another one leaves all of it here
         again = await finish(resume_request(here.service, request, max_new_tokens=4))
@@ -153,8 +147,7 @@ async def test_nobody_is_told_to_yield_while_a_copy_is_under_way_after_which_the
             assert not any(one.done() for one in grows)
             here.latch.release()
         assert [len(one.block_table) for one in (first, second)] == [4, 4]
-        here.service.scheduler.end(first)
-        await here.ended(second)
+        await here.ended(first, second)
 
 
 async def test_of_those_that_all_wait_to_grow_the_lowest_priority_yields_whoever_came_first() -> (

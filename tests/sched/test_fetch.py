@@ -88,8 +88,7 @@ async def test_identical_prompts_at_the_same_time_share_one_fetch() -> None:
         here.the_store.hold()
 
         async def one(number: int) -> int:
-            request = await here.admit([*tokens(16), 100 + number])
-            await here.prefill(request, [*tokens(16), 100 + number])
+            request = await here.computed([*tokens(16), 100 + number])
             here.service.scheduler.end(request)
             return request.cached_tokens
 
@@ -241,8 +240,7 @@ async def test_a_fetch_waits_for_copies_that_hold_the_hosts_slots_on_their_way()
     store = await filled(tokens(16))
     async with world(store=store, device_blocks=8, host_blocks=4, host_write=THROUGH) as here:
         here.latch.hold(Direction.OFFLOAD)
-        other = await here.admit(tokens(16, 100))
-        await here.prefill(other, tokens(16, 100))
+        other = await here.computed(tokens(16, 100))
         await here.latch.until_held()
         assert here.service.stats().host.free == 0
         waits = asyncio.ensure_future(here.admit(tokens(16)))

@@ -142,8 +142,7 @@ async def test_a_request_that_waits_for_more_blocks_hears_of_its_abort() -> None
             group.create_task(grow())
             await turns(10)
             here.service.abort("grows")
-        here.service.scheduler.end(request)
-        await here.ended(other)
+        await here.ended(request, other)
 
 
 async def test_what_went_below_a_run_that_was_forgotten_is_explained_too() -> None:
@@ -280,5 +279,4 @@ async def test_waiting_for_one_that_computes() -> None:
         await until(lambda: on.service.stats().requests.shared_waits == 1, "a wait")
         assert decided(on) == {"wait_device": 1}
         await on.prefill(owner, tokens(16))
-        on.service.scheduler.end(await finish(waits))
-        await on.ended(owner)
+        await on.ended(await finish(waits), owner)

@@ -155,8 +155,7 @@ async def test_a_pin_that_is_replaced_neither_holds_anything_nor_ends_the_one_in
 
 async def test_after_a_reset_what_a_request_holds_is_offered_to_storage_again() -> None:
     async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
-        request = await here.admit(tokens(16))
-        await here.prefill(request, tokens(16))
+        request = await here.computed(tokens(16))
         await here.settle()
         assert here.service.reset() > 0
         await here.the_store.delete(here.names(tokens(16)))
@@ -234,8 +233,7 @@ async def test_what_is_published_never_passes_through_slots_of_the_cache() -> No
             await on.run(tokens(31, 100))
         on.service.pin("kept", on.prompt(tokens(31, 100)), 1000.0)
         assert on.service.stats().host.free == 1  # so what is published now finds no room there
-        request = await on.admit(tokens(18), name="one", uses_cache=False)
-        await on.prefill(request, tokens(18))
+        request = await on.computed(tokens(18), name="one", uses_cache=False)
         await publish_request(on.service, request, "ticket", [1])
         assert await on.the_store.exists(on.names(tokens(18))) == 5
         on.service.scheduler.end(request)

@@ -64,9 +64,7 @@ async def test_identical_prompts_at_the_same_time_share_one_load() -> None:
             here.check_kv(request, tokens(16), 16)
         assert here.latch.count(LOAD) == before + 1
         assert len({tuple(request.block_table[:4].tolist()) for request in requests}) == 1
-        for request in requests:
-            here.service.scheduler.end(request)
-        await here.settle()
+        await here.ended(*requests)
 
 
 async def test_blocks_stay_leased_until_the_device_is_done_even_if_the_request_ends() -> None:
@@ -81,8 +79,7 @@ async def test_blocks_stay_leased_until_the_device_is_done_even_if_the_request_e
             assert not other.done()  # every block is still being written to
             assert here.service.verify() == []
             here.latch.release()
-        here.service.scheduler.end(other.result())
-        await here.settle()
+        await here.ended(other.result())
 
 
 async def test_a_private_block_is_not_given_away_while_a_load_writes_into_it() -> None:
@@ -99,9 +96,7 @@ async def test_a_private_block_is_not_given_away_while_a_load_writes_into_it() -
         assert private not in [slot for other in others for slot in other.block_table.tolist()]
         here.latch.release()
         await here.service.scheduler.commit(others[0], pack(tokens(4, 100)))
-        for other in others:
-            here.service.scheduler.end(other)
-        await here.settle()
+        await here.ended(*others)
         assert here.service.stats().running_requests == 0
 
 
@@ -125,24 +120,29 @@ async def test_a_cancelled_wait_for_a_load_leaves_the_load_alone(at: int, late: 
 
 
 @pytest.mark.promise("A failed load names its blocks, and no request gets them.")
-async def test_a_failed_load_names_its_blocks_and_the_index_forgets_the_device_copies() -> None:
-    async with with_host_copies(tokens(16)) as here:
+async def test_a_failed_load_names_its_blocks_and_fails_all_who_wait_for_it_or_for_one_below() -> (
+    None
+):
+    async with with_host_copies(tokens(24)) as here:
         free = here.service.stats().device.free
+        here.latch.hold(LOAD)
         here.latch.fail_next(LOAD)
-        request = await here.admit([*tokens(16), 5])
-        for _ in range(2):
+        first = await here.admit([*tokens(8), 70])
+        second = await here.admit([*tokens(24), 71])
+        here.latch.release()
+        for request in (first, second, second):
             with pytest.raises(TransferError, match="caught fire") as error:
                 await finish(request.gate.all_layers(100.0))
-            assert sorted(error.value.blocks) == sorted(request.block_table[:4].tolist())
+            assert sorted(error.value.blocks) == sorted(first.block_table[:2].tolist())
         with pytest.raises(TransferError, match="caught fire"):
-            await finish(here.service.scheduler.commit(request, pack([*tokens(16), 5])))
+            await finish(here.service.scheduler.commit(second, pack([*tokens(24), 71])))
         await here.settle()
-        match = here.service.index.match(here.prompt(tokens(16)))
-        assert (match.device_blocks, match.loading_blocks, match.host_blocks) == (0, 0, 4)
-        await here.ended(request)
+        match = here.service.index.match(here.prompt(tokens(24)))
+        assert (match.device_blocks, match.loading_blocks, match.host_blocks) == (0, 0, 6)
+        await here.ended(first, second)
         assert here.service.stats().device.free >= free
         assert here.service.stats().tiers.failed_transfers == 1
-        assert (await here.run([*tokens(16), 5])).host_tokens == 16  # the host copy is still good
+        assert (await here.run([*tokens(24), 72])).host_tokens == 24  # the host copy is still good
 
 
 async def test_a_last_block_that_was_not_copied_fails_its_request_and_nothing_of_it_is_cached(
@@ -167,28 +167,9 @@ async def test_a_last_block_that_was_not_copied_fails_its_request_and_nothing_of
                 await finish(here.service.scheduler.commit(request, pack(tokens(16))))
         await here.ended(request)
         assert here.service.stats().tiers.failed_transfers == 1
-        assert here.service.verify() == []
         again = await here.admit(tokens(16))
         here.check_kv(again, tokens(16), 15)
         await here.ended(again)
-
-
-async def test_a_failed_load_fails_everyone_who_waits_for_it_and_all_blocks_below_it() -> None:
-    async with with_host_copies(tokens(24)) as here:
-        here.latch.hold(LOAD)
-        here.latch.fail_next(LOAD)
-        first = await here.admit([*tokens(8), 70])
-        second = await here.admit([*tokens(24), 71])
-        here.latch.release()
-        for request in (first, second):
-            with pytest.raises(TransferError, match="caught fire"):
-                await finish(request.gate.all_layers(100.0))
-        await here.settle()
-        match = here.service.index.match(here.prompt(tokens(24)))
-        assert (match.device_blocks, match.loading_blocks, match.host_blocks) == (0, 0, 6)
-        for request in (first, second):
-            here.service.scheduler.end(request)
-        assert (await here.run([*tokens(24), 72])).host_tokens == 24
 
 
 async def test_the_block_that_is_matched_in_part_comes_in_one_movement_with_the_others() -> None:
@@ -200,42 +181,30 @@ async def test_the_block_that_is_matched_in_part_comes_in_one_movement_with_the_
         loads = [copy for copy in here.latch.seen if copy.direction is LOAD]
         assert [copy.block_ids.tolist() for copy in loads] == [request.block_table[:5].tolist()]
         await here.ended(request)
-        assert here.service.verify() == []
 
 
 # The engine's kernels
 
 
 @pytest.mark.promise("Copies and kernels never overlap on the same blocks.")
-async def test_no_block_is_written_while_a_kernel_of_its_last_request_may_read_it() -> None:
+@pytest.mark.parametrize("is_cached", [True, False])
+async def test_no_block_is_written_while_a_kernel_of_its_last_request_may_read_it(
+    *, is_cached: bool
+) -> None:
+    """Nor a private block, even if the kernel fails."""
     async with world(device_blocks=2, host_write=WritePolicy.NONE) as here:
         kernel = ManualEvent()
         request = await here.admit(tokens(8))
-        here.compute(request, tokens(8))
-        await finish(here.service.scheduler.commit(request, pack(tokens(8)), after=[kernel]))
+        if is_cached:
+            await here.commit(request, tokens(8), after=[kernel])
         here.service.scheduler.end(request, after=[kernel])
         async with asyncio.TaskGroup() as group:
             other = group.create_task(here.admit(tokens(8, 100)))
             await turns(50)
             was_early = other.done()
-            kernel.finish()
-        here.service.scheduler.end(other.result())
+            kernel.finish(None if is_cached else TransferError("the kernel failed"))
         assert not was_early, "blocks were given away under a running kernel"
-        await here.settle()
-
-
-async def test_private_blocks_wait_for_the_kernels_too() -> None:
-    async with world(device_blocks=2) as here:
-        kernel = ManualEvent()
-        request = await here.admit(tokens(8))
-        here.service.scheduler.end(request, after=[kernel])
-        async with asyncio.TaskGroup() as group:
-            other = group.create_task(here.admit(tokens(8, 100)))
-            await turns(50)
-            assert not other.done()
-            kernel.finish(TransferError("even if the kernel fails"))
-        here.service.scheduler.end(other.result())
-        await here.settle()
+        await here.ended(other.result())
 
 
 @pytest.mark.promise("Copies and kernels never overlap on the same blocks.")
@@ -250,8 +219,7 @@ async def test_an_offload_for_room_starts_after_the_kernels_that_wrote_the_block
             await turns(50)
             here.compute(request, tokens(8))  # the kernels run only now
             kernel.finish()
-        here.service.scheduler.end(other.result())
-        await here.settle()
+        await here.ended(other.result())
         found = await here.admit([*tokens(8), 1])
         await finish(found.gate.all_layers(100.0))
         assert found.cached_tokens == 8
@@ -319,8 +287,7 @@ async def test_blocks_are_not_on_the_device_before_those_above_them_are(
         else:
             await here.prefill(second, [*tokens(16), 71])  # checks every byte
             assert here.service.index.match(prompt).device_blocks == 4
-        here.service.scheduler.end(first)
-        await here.ended(second)
+        await here.ended(first, second)
 
 
 @pytest.mark.parametrize("ends_first", [False, True])
@@ -397,8 +364,7 @@ async def test_nothing_is_loaded_while_somebody_waits_for_room() -> None:
         await turns(3)
         assert here.latch.count(LOAD) == 0
         here.service.scheduler.end(busy)
-        here.service.scheduler.end(await finish(waits))
-        await here.settle()
+        await here.ended(await finish(waits))
 
 
 async def test_nothing_is_loaded_where_what_others_hold_leaves_no_room() -> None:

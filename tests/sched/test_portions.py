@@ -231,8 +231,7 @@ async def test_a_tenant_fetches_a_prompt_without_more_of_the_host_than_its_quota
 ) -> None:
     async with world(host_write=NONE, storage_write=THROUGH, with_store=True) as here:
         acme = here.service.open_fingerprint(ACME)
-        here.service.scheduler.end(await computed(here, acme))
-        await here.settle()
+        await here.ended(await computed(here, acme))
         here.service.reset()
         here.service.set_quota(acme, (None, quota))
         request = await computed(here, acme, "two")
@@ -245,8 +244,7 @@ async def test_a_tenant_fetches_a_prompt_without_more_of_the_host_than_its_quota
 async def test_a_prompt_longer_than_a_tenants_host_quota_is_stored_as_far_as_that_goes() -> None:
     async with world(host_write=NONE, storage_write=THROUGH, with_store=True) as here:
         acme = here.service.open_fingerprint(ACME, quota=(None, 6))
-        here.service.scheduler.end(await computed(here, acme))
-        await here.settle()
+        await here.ended(await computed(here, acme))
         assert here.storage_stats.flushed_blocks == 6
         request = await finish(
             begin_request(

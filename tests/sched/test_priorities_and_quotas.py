@@ -109,8 +109,7 @@ async def test_over_its_quota_a_tenant_evicts_its_own_blocks_only() -> None:
         await here.run(tokens(16))  # the oldest of all, and not touched
         for number in range(4):
             ids = tokens(8, 100 * (number + 1))
-            here.service.scheduler.end(await compute(here, ids, f"acme {number}", acme))
-            await here.settle()
+            await here.ended(await compute(here, ids, f"acme {number}", acme))
         space = here.service.index.spaces.root_of(Prompt.of([1], 4, space=acme)).space
         assert space.used[Tier.DEVICE] == 4
         assert here.service.index.match(here.prompt(tokens(16))).device_blocks == 4
@@ -184,9 +183,7 @@ async def test_a_tenant_whose_quota_is_full_holds_up_itself_only() -> None:
             assert not second.done()
             assert not third.done(), "a small one of the same tenant overtook"
             on.service.scheduler.end(first)
-        for request in (other, second.result(), third.result()):
-            on.service.scheduler.end(request)
-        await on.settle()
+        await on.ended(other, second.result(), third.result())
 
 
 async def test_one_that_grows_into_its_quota_holds_up_its_tenant_only() -> None:
@@ -205,9 +202,7 @@ async def test_one_that_grows_into_its_quota_holds_up_its_tenant_only() -> None:
             on.service.scheduler.end(two)
             await finish(grows)
             assert len(one.block_table) == 3
-        for request in (one, other, small.result()):
-            on.service.scheduler.end(request)
-        await on.settle()
+        await on.ended(one, other, small.result())
 
 
 async def test_what_a_tenant_got_without_waiting_counts_when_turns_are_taken() -> None:
@@ -230,8 +225,7 @@ async def test_what_a_tenant_got_without_waiting_counts_when_turns_are_taken() -
                 await turns(2)
             on.service.unpause()
         assert order == ["ours 1", "ours 2", "ours 3", "acme"]
-        on.service.scheduler.end(big)
-        await on.ended(small)
+        await on.ended(big, small)
 
 
 # Parked requests
@@ -268,9 +262,7 @@ async def test_a_device_full_of_pins_lets_requests_in_as_they_end() -> None:
         await on.prefill(request, tokens(8, 100))
         waits = asyncio.ensure_future(admit(on, tokens(8, 200), "more"))
         await finish(waits)  # the pin's time is up
-        on.service.scheduler.end(request)
-        on.service.scheduler.end(waits.result())
-        await on.settle()
+        await on.ended(request, waits.result())
 
 
 async def test_the_only_one_that_runs_does_not_wait_for_pins_to_grow() -> None:
@@ -303,6 +295,4 @@ async def test_one_whose_quota_is_raised_while_it_grows_waits_for_the_device_lik
             await finish(grows)
             assert not late.done(), "the block was for the one that grows"
             on.service.scheduler.end(other)
-        for request in (one, two, late.result()):
-            on.service.scheduler.end(request)
-        await on.settle()
+        await on.ended(one, two, late.result())

@@ -11,7 +11,6 @@ from tests.sched.test_fetch import filled
 from tests.sessions import resume_request
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.errors import (
@@ -27,8 +26,7 @@ NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 
 
 async def preempted(on: World, prompt: list[int]) -> Request:
-    request = await on.admit(prompt, name="moves")
-    await on.prefill(request, prompt)
+    request = await on.computed(prompt, name="moves")
     on.service.scheduler.preempt(request)
     return request
 
@@ -49,8 +47,7 @@ async def test_of_two_that_bring_one_back_one_is_refused() -> None:
             one for one in results if isinstance(one, DuplicateRequestError | OwnershipError)
         ]
         assert (len(back), len(refused)) == (1, 1)
-        on.service.scheduler.end(back[0])
-        await on.settle()
+        await on.ended(back[0])
 
 
 async def test_a_return_that_is_aborted_can_be_tried_again() -> None:
@@ -160,8 +157,7 @@ async def test_a_tail_is_not_cached_if_the_blocks_above_it_are_on_their_way_for_
         on.latch.hold(Direction.LOAD)
         loads = await on.admit([*tokens(16), 99])
         alone = await on.admit(tokens(18), uses_cache=False)
-        on.compute(alone, tokens(18))
-        await on.service.scheduler.commit(alone, pack(tokens(18)))
+        await on.commit(alone, tokens(18))
         on.service.scheduler.end(alone)
         assert on.service.verify() == []
         on.latch.release()

@@ -38,8 +38,7 @@ async def test_blocks_that_are_being_computed_are_not_computed_twice() -> None:
             request = await finish(waits)
         assert request.cached_tokens == 16
         await here.prefill(request, [*tokens(16), 99])  # checks every byte
-        here.service.scheduler.end(owner)
-        await here.ended(request)
+        await here.ended(owner, request)
         assert here.service.stats().requests.lost_waits == 0
 
 
@@ -56,8 +55,7 @@ async def test_it_goes_on_as_soon_as_the_blocks_it_shares_are_there() -> None:
             await finish(here.service.scheduler.commit(owner, pack(tokens(12))))
             request = await finish(waits)
         assert request.cached_tokens == 12
-        here.service.scheduler.end(request)
-        await here.ended(owner)
+        await here.ended(request, owner)
 
 
 async def test_blocks_whose_kernels_still_run_are_waited_for_as_well() -> None:
@@ -66,8 +64,7 @@ async def test_blocks_whose_kernels_still_run_are_waited_for_as_well() -> None:
         owner, event = await here.admit(tokens(16)), ManualEvent()
         async with asyncio.TaskGroup() as group:
             waits = await waiting(here, group, [*tokens(16), 99])
-            here.compute(owner, tokens(16))
-            await finish(here.service.scheduler.commit(owner, pack(tokens(16)), after=[event]))
+            await here.commit(owner, tokens(16), after=[event])
             here.service.scheduler.end(owner, after=[event])
             await turns(20)
             assert not waits.done()
@@ -108,8 +105,7 @@ async def test_an_owner_that_takes_too_long_is_not_waited_for() -> None:
         assert 0.9 * 16 * 0.005 < loop.time() - started < 5.0
         assert request.cached_tokens == 0
         assert here.service.stats().requests.lost_waits == 1
-        here.service.scheduler.end(owner)
-        await here.ended(request)
+        await here.ended(owner, request)
 
 
 async def test_nobody_waits_while_the_engines_speed_is_not_known() -> None:
@@ -117,8 +113,7 @@ async def test_nobody_waits_while_the_engines_speed_is_not_known() -> None:
         owner = await here.admit(tokens(16))
         request = await here.admit([*tokens(16), 99])
         assert here.service.stats().requests.shared_waits == 0
-        here.service.scheduler.end(owner)
-        await here.ended(request)
+        await here.ended(owner, request)
 
 
 async def test_who_waits_for_blocks_does_not_hold_up_those_behind() -> None:

@@ -101,8 +101,7 @@ async def test_a_node_that_was_paused_before_it_slept_is_paused_when_it_wakes() 
         await turns(20)
         assert not waits.done()
         here.service.unpause()
-        here.service.scheduler.end(await finish(waits))
-        await here.settle()
+        await here.ended(await finish(waits))
 
 
 async def test_an_unpause_admits_nobody_while_the_device_is_being_emptied() -> None:
@@ -117,8 +116,7 @@ async def test_an_unpause_admits_nobody_while_the_device_is_being_emptied() -> N
         here.service.scheduler.end(running)
         await finish(sleeps)
         await finish(here.service.wake())
-        here.service.scheduler.end(await finish(waits))
-        await here.settle()
+        await here.ended(await finish(waits))
 
 
 async def test_sleeping_twice_or_waking_when_awake_is_refused() -> None:

@@ -32,8 +32,7 @@ async def longest_admission(here: World, num_requests: int, num_tokens: int = 16
         request = await begin_request(here.service, str(number), here.prompt(ids), max_new_tokens=0)
         longest = max(longest, loop.time() - began)
         await request.gate.all_layers(100.0)
-        here.compute(request, ids, request.cached_tokens)
-        await here.service.scheduler.commit(request, pack(ids))
+        await here.commit(request, ids, request.cached_tokens)
         here.service.scheduler.end(request)
         await asyncio.sleep(0.01)
     return longest
@@ -119,8 +118,7 @@ async def test_host_slots_that_a_store_reads_are_not_counted_on_and_others_go_in
 
 async def computed(here: World, ids: list[int]) -> None:
     """A whole request, which waits for no copy of its own."""
-    request = await here.admit(ids, uses_cache=False)
-    await here.prefill(request, ids)
+    request = await here.computed(ids, uses_cache=False)
     here.service.scheduler.end(request)
     await asyncio.sleep(0.1)
 
@@ -212,8 +210,7 @@ async def test_blocks_that_a_store_is_slow_to_take_leave_the_device_at_once() ->
     ) as here:
         for base, delay_s in ((0, 1.0), (100, 100.0)):
             here.the_store.delay_s = delay_s
-            request = await here.admit(tokens(8, base), uses_cache=False)
-            await here.prefill(request, tokens(8, base))
+            request = await here.computed(tokens(8, base), uses_cache=False)
             here.service.scheduler.end(request)
             await asyncio.sleep(0.1)
         here.service.note_prefill(1000, 0.01)

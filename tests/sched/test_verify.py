@@ -170,8 +170,7 @@ async def test_what_is_broken_is_named() -> None:
         here.service.pin("kept", here.prompt(list(range(8))), 1000.0)
         here.service.pin("soft", here.prompt(list(range(100, 108))), 1000.0, is_soft=True)
         here.service.space_of_tenant("opened by name")
-        preempted = await here.admit(list(range(400, 408)), name="preempted")
-        await here.prefill(preempted, list(range(400, 408)))
+        preempted = await here.computed(list(range(400, 408)), name="preempted")
         here.service.scheduler.preempt(preempted)
         await here.settle()
         here.service.note_prefill(1000, 1000.0)
@@ -238,8 +237,7 @@ async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: st
 
 async def test_a_table_that_names_other_blocks_than_the_index_is_named() -> None:
     async with world() as here:
-        request = await here.admit(list(range(16)), name="swapped")
-        await here.prefill(request, list(range(16)))
+        request = await here.computed(list(range(16)), name="swapped")
         undo = put(request, "block_table", request.block_table[[1, 0, 2, 3]])
         found = here.service.verify()
         undo()

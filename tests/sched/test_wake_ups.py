@@ -16,7 +16,7 @@ from tests.sessions import begin_request, claim_request, publish_request
 from tests.simulated import simulate, simulated_world
 from tests.world import GQA, World, fingerprint, tokens
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt, pack
+from tierkv.cache.keys import Prompt
 from tierkv.errors import OutOfBlocksError, RequestAbortedError
 from tierkv.sched.request import Request
 
@@ -42,8 +42,7 @@ async def whole(here: World, ids: list[int], name: str, space: str = "") -> None
     request = await begin_request(here.service, name, prompt, max_new_tokens=0)
     await request.gate.all_layers(100.0)
     here.check_kv(request, ids, request.cached_tokens)
-    here.compute(request, ids, request.cached_tokens)
-    await here.service.scheduler.commit(request, pack(ids))
+    await here.commit(request, ids, request.cached_tokens)
     here.service.scheduler.end(request)
     while here.service.tiers.work.num_tasks:
         await here.service.tiers.work.next_change()
@@ -101,8 +100,7 @@ def test_those_that_grow_do_not_wait_for_a_store_that_hangs() -> None:
 def test_those_that_grow_do_not_wait_for_a_store_that_does_not_take_what_it_was_given() -> None:
     async def scene(here: World) -> None:
         here.the_store.hold_writes()
-        stored = await here.admit(tokens(8, 500), uses_cache=False)
-        await here.prefill(stored, tokens(8, 500))
+        stored = await here.computed(tokens(8, 500), uses_cache=False)
         here.service.scheduler.end(stored)
         await until(lambda: here.service.tiers.copies.storing.bytes_in_flight > 0)
         first = await here.admit(tokens(8), uses_cache=False)
@@ -238,8 +236,7 @@ def test_a_claim_that_waits_for_its_ticket_can_be_aborted_by_its_id() -> None:
 def test_a_claim_that_is_aborted_as_it_gets_its_blocks_does_not_run() -> None:
     async def scene(here: World) -> None:
         ids, moment = tokens(12), 1
-        request = await here.admit(ids)
-        await here.prefill(request, ids)
+        request = await here.computed(ids)
         await publish_request(here.service, request, "ticket", [1])
         here.service.scheduler.end(request)
         while await is_aborted(here, claimed(here, ids), moment):

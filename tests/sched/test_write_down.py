@@ -10,7 +10,6 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.world import GQA, World, tokens, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import pack
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.copies import ByteBudget
 
@@ -29,8 +28,7 @@ async def stored(here: World, prompt: list[int]) -> int:
 
 async def test_write_through_copies_as_soon_as_blocks_are_whole() -> None:
     async with world(host_write=THROUGH, storage_write=THROUGH, with_store=True) as here:
-        request = await here.admit(tokens(10))
-        await here.prefill(request, tokens(10))
+        request = await here.computed(tokens(10))
         await until(lambda: on_host(here) == 2)
         here.service.scheduler.end(request)  # the tail follows
         await here.settle()
@@ -121,8 +119,7 @@ async def test_write_back_copies_on_eviction_and_the_slot_is_reused_only_after_t
             assert here.service.verify() == []
             here.latch.release()
         here.compute(other.result(), tokens(16, 100))
-        here.service.scheduler.end(other.result())
-        await here.settle()
+        await here.ended(other.result())
         assert (await here.run([*tokens(15), 99])).host_tokens == 15  # checks every byte
 
 
@@ -175,8 +172,7 @@ async def test_copies_in_the_background_are_bounded() -> None:
         here.latch.hold(OFFLOAD)
         for base in range(0, 800, 100):
             request = await here.admit(tokens(8, base))
-            here.compute(request, tokens(8, base))
-            await finish(here.service.scheduler.commit(request, pack(tokens(8, base))))
+            await here.commit(request, tokens(8, base))
             here.service.scheduler.end(request)
         await until(lambda: on_host(here) >= 4, "what may be under way")
         await turns(50)
@@ -270,8 +266,7 @@ async def test_write_downs_make_way_for_loads() -> None:
         for base in (2000, 3000, 4000):
             prompt = list(range(base, base + 8))
             request = await here.admit(prompt)
-            here.compute(request, prompt)
-            await finish(here.service.scheduler.commit(request, pack(prompt)))
+            await here.commit(request, prompt)
             here.service.scheduler.end(request)
         await until(lambda: here.service.tiers.copies.background.num_waiting == 2)
         assert here.service.tiers.copies.background.bytes_in_flight == 2 * GQA.block_bytes
@@ -287,8 +282,7 @@ async def test_a_block_that_is_matched_again_while_its_copy_waits_is_not_queued_
         here.latch.hold(OFFLOAD)
         prompt = list(range(16))
         request = await here.admit(prompt)
-        here.compute(request, prompt)
-        await finish(here.service.scheduler.commit(request, pack(prompt)))
+        await here.commit(request, prompt)
         here.service.scheduler.end(request)
         before = here.service.tiers.work.num_tasks
         for number in range(5):
