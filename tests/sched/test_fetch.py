@@ -42,13 +42,6 @@ async def filled(*prompts: list[int], num_blocks: int = 64) -> MemoryStore:
     return store
 
 
-async def test_another_node_finds_the_whole_prompt_tail_included() -> None:
-    async with world(store=await filled(tokens(18))) as here:
-        matched = await here.run(tokens(18))  # checks every byte
-        assert (matched.storage_tokens, matched.total_tokens) == (17, 17)
-        assert here.storage_stats.fetched_blocks == 5
-
-
 async def test_fetched_blocks_are_matched_again_and_can_be_evicted() -> None:  # fault 3
     async with world(
         store=await filled(tokens(16)), device_blocks=5, host_blocks=5, host_write=THROUGH
@@ -121,34 +114,20 @@ async def test_a_cancelled_fetcher_does_not_take_the_fetch_from_the_others() -> 
         assert here.storage_stats.fetched_blocks == 5
 
 
-@pytest.mark.parametrize("hole", range(5))
-async def test_a_hole_ends_the_run_before_it(hole: int) -> None:  # fault 11
-    store = await filled(tokens(18))
-    async with world(store=store) as here:
-        await here.the_store.delete([here.names(tokens(18))[hole]])
-        matched = await here.run(tokens(18))  # checks every byte
-        assert matched.storage_tokens == hole * 4
-
-
 @pytest.mark.promise("A damaged block ends a fetch before it and is deleted.")
 @pytest.mark.parametrize("at", range(5))
 async def test_a_damaged_block_ends_the_run_before_it_and_is_deleted(at: int) -> None:
     async with world(store=await filled(tokens(18))) as here:
-        # The flips go to the first values read; the first bit of the version is harmless nowhere.
         name = here.names(tokens(18))[at]
         content = await here.the_store.get(name, max_bytes=1 << 20)
         assert content is not None
         broken = bytearray(content)
         broken[HEADER_BYTES + 3] ^= 1
-        await replace(here, name, bytes(broken))
+        await put_one(here.the_store, name, bytes(broken), keep_existing=False)
         matched = await here.run(tokens(18))
         assert matched.storage_tokens == at * 4
         assert here.storage_stats.damaged_blocks == 1
         assert await here.the_store.exists([name]) == 0
-
-
-async def replace(here: World, name: str, content: bytes) -> None:
-    await put_one(here.the_store, name, content, keep_existing=False)
 
 
 async def test_a_store_that_does_not_leave_the_buffers_holds_slots_but_no_request() -> None:
@@ -168,7 +147,10 @@ async def test_a_store_that_does_not_leave_the_buffers_holds_slots_but_no_reques
 async def test_what_arrived_before_the_store_got_stuck_is_used() -> None:
     prompt = [token % 50 for token in range(320)]  # 80 blocks: three groups
     async with world(
-        store=await filled_long(prompt), device_blocks=90, host_blocks=90, fetch_deadline_s=2.0
+        store=await filled(prompt, num_blocks=90),
+        device_blocks=90,
+        host_blocks=90,
+        fetch_deadline_s=2.0,
     ) as here:
         async with asyncio.TaskGroup() as group:
             admitting = group.create_task(here.admit(prompt))
@@ -203,27 +185,19 @@ class DearQuestions(StoreWrapper):
         return await super().present(names)
 
 
-@pytest.mark.parametrize("hole", [0, 2, None])
-async def test_a_store_whose_questions_cost_as_much_as_reads_is_read_at_once(
-    hole: int | None,
+@pytest.mark.parametrize("is_dear", [True, False])
+@pytest.mark.parametrize("hole", [*range(5), None])
+async def test_a_hole_ends_the_run_before_it_also_where_a_store_is_read_instead_of_asked(
+    hole: int | None, *, is_dear: bool
 ) -> None:
     inner = await filled(tokens(18))
-    store = DearQuestions(inner)
-    async with world(store=store) as here:
+    dear = DearQuestions(inner)
+    async with world(store=dear if is_dear else inner) as here:
         if hole is not None:
             await inner.delete([here.names(tokens(18))[hole]])
         matched = await here.run(tokens(18))  # checks every byte
         assert matched.storage_tokens == (17 if hole is None else hole * 4)
-        assert store.num_asked == 0
-
-
-async def filled_long(prompt: list[int]) -> MemoryStore:
-    store = MemoryStore(MemorySettings(), SystemClock())
-    async with world(
-        store=store, host_write=THROUGH, storage_write=THROUGH, device_blocks=90, host_blocks=90
-    ) as other:
-        await other.run(prompt)
-    return store
+        assert dear.num_asked == 0
 
 
 async def test_a_host_without_room_gives_a_shorter_run() -> None:
@@ -311,13 +285,7 @@ PROMPT = [token % 50 for token in range(4 * (2 * GROUP_BLOCKS + 16))]  # three g
 @asynccontextmanager
 async def fetching() -> AsyncGenerator[tuple[World, GatedReads, asyncio.Task[int]], None]:
     """A request is admitted whose blocks are all in the store; the result is its cached tokens."""
-    filled = MemoryStore(MemorySettings(), SystemClock())
-    through = WritePolicy.WRITE_THROUGH
-    async with world(
-        store=filled, host_write=through, storage_write=through, device_blocks=90, host_blocks=90
-    ) as other:
-        await other.run(PROMPT)
-    store = GatedReads(filled)
+    store = GatedReads(await filled(PROMPT, num_blocks=90))
     async with world(store=store, device_blocks=90, host_blocks=90, fetch_deadline_s=100.0) as here:
 
         async def admit() -> int:
@@ -338,8 +306,7 @@ def blocks_on_host(here: World) -> int:
 async def test_the_next_group_is_asked_for_before_one_has_arrived_and_no_more() -> None:
     async with fetching() as (_, store, _admitted):
         await store.until_asked(2)
-        for _ in range(50):
-            await asyncio.sleep(0)
+        await turns(50)
         assert len(store.gates) == 2
         store.gates[0].set_result(GetStatus.HIT)
         await store.until_asked(3)

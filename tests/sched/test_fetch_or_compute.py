@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.latch import finish, turns, until
+from tests.latch import finish, turns
 from tests.sched.test_fetch import filled
-from tests.sessions import begin_request
 from tests.simulated import simulate, simulated_world
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
@@ -32,7 +31,7 @@ def loop_time() -> float:
 
 
 def best_effort(**settings: Any) -> AbstractAsyncContextManager[World]:
-    return world(fetch_policy=FetchPolicy.BEST_EFFORT, **settings)
+    return world(fetch_policy=BEST, **settings)
 
 
 async def test_while_a_tier_is_late_for_one_request_no_other_asks_it() -> None:
@@ -129,22 +128,6 @@ async def test_a_running_request_is_aborted_by_its_engine_when_its_kernels_allow
         assert not here.service.abort("runs")
 
 
-async def test_a_request_that_waits_for_more_blocks_hears_of_its_abort() -> None:
-    async with world(device_blocks=4) as here:
-        request = await here.admit(tokens(8), name="grows")
-        other = await here.admit(tokens(8, 100))
-
-        async def grow() -> None:
-            with pytest.raises(RequestAbortedError):
-                await here.service.scheduler.growth.extend(request, 8)
-
-        async with asyncio.TaskGroup() as group:
-            group.create_task(grow())
-            await turns(10)
-            here.service.abort("grows")
-        await here.ended(request, other)
-
-
 async def test_what_went_below_a_run_that_was_forgotten_is_explained_too() -> None:
     """Two prompts with the same stem, all forgotten; then the stem alone is cached again."""
     async with world() as here:
@@ -186,30 +169,15 @@ def test_a_store_that_says_what_it_has_and_does_not_send_it_is_known_to_be_slow(
     assert simulate(scene()) == [True, False]
 
 
-# The log
-
-
-TOKENS = list(range(40))
-
-
 @pytest.mark.parametrize(("seconds_per_token", "is_told"), [(0.007, False), (100.0, True)])
 async def test_only_a_store_that_is_late_is_warned_of(
     caplog: pytest.LogCaptureFixture, seconds_per_token: float, is_told: bool
 ) -> None:
     caplog.set_level(logging.DEBUG, "tierkv.sched.fetch")
-    async with world(
-        with_store=True,
-        storage_write=WritePolicy.WRITE_THROUGH,
-        fetch_policy=FetchPolicy.BEST_EFFORT,
-        fetch_deadline_s=1.0,
-    ) as here:
-        await here.run(TOKENS)
-        here.service.reset()
+    async with best_effort(store=await filled(tokens(40)), fetch_deadline_s=1.0) as here:
         here.service.note_prefill(1000, 1000 * seconds_per_token)
         here.the_store.hold()
-        request = await finish(
-            begin_request(here.service, "late", here.prompt(TOKENS), max_new_tokens=1)
-        )
+        request = await here.admit(tokens(40), new=1)
         assert request.cached_tokens == 0
         here.the_store.release()
         await here.ended(request)
@@ -226,16 +194,11 @@ def decided(on: World) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-async def test_nothing_is_decided_where_nothing_is_cached_or_all_is_there() -> None:
-    async with world() as on:
-        await on.run(tokens(18))
-        await on.run(tokens(18))
-        assert decided(on) == {}
-
-
 async def test_a_load_from_the_host() -> None:
     async with world(device_blocks=8, host_write=WritePolicy.WRITE_THROUGH) as on:
         await on.run(tokens(16))
+        await on.run(tokens(16))
+        assert decided(on) == {}, "nothing is cached, or all is there"
         await on.service.resize(Tier.DEVICE, 1)
         await on.service.resize(Tier.DEVICE, 8)
         await on.run(tokens(16))
@@ -256,8 +219,7 @@ async def test_a_fetch_and_one_that_waits_for_it() -> None:
 
 
 async def test_computing_what_storage_would_bring_more_slowly_or_too_late() -> None:
-    policy = FetchPolicy.BEST_EFFORT
-    async with world(store=await filled(tokens(18)), fetch_policy=policy) as on:
+    async with best_effort(store=await filled(tokens(18))) as on:
         on.service.note_prefill(1000, 10.0)
         on.service.estimator.tier.note_transfer(1.0, 1e6)
         on.service.estimator.tier.try_at = math.inf
@@ -269,14 +231,3 @@ async def test_computing_what_storage_would_bring_more_slowly_or_too_late() -> N
         on.the_store.release()
         await on.ended(request)
         assert decided(on) == {"recompute_late": 1}
-
-
-async def test_waiting_for_one_that_computes() -> None:
-    async with world() as on:
-        on.service.note_prefill(1000, 1000.0)
-        owner = await on.admit(tokens(16))
-        waits = asyncio.ensure_future(on.admit([*tokens(16), 99]))
-        await until(lambda: on.service.stats().requests.shared_waits == 1, "a wait")
-        assert decided(on) == {"wait_device": 1}
-        await on.prefill(owner, tokens(16))
-        await on.ended(await finish(waits), owner)

@@ -8,26 +8,17 @@ import random
 import pytest
 
 from tests.latch import finish
+from tests.sched.test_fetch import filled
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.clock import SystemClock
 from tierkv.observe import Lookup
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.budget import Budget
 from tierkv.sched.request import Matched, RequestSpec
-from tierkv.storage.memory import MemorySettings, MemoryStore
 
 THROUGH = WritePolicy.WRITE_THROUGH
 SHAPES = [1, 3, 4, 5, 8, 11]  # blocks of 4
-
-
-async def filled(*prompts: list[int]) -> MemoryStore:
-    store = MemoryStore(MemorySettings(), SystemClock())
-    async with world(store=store, host_write=THROUGH, storage_write=THROUGH) as other:
-        for prompt in prompts:
-            await other.run(prompt)
-    return store
 
 
 async def found(on: World, prompt: list[int]) -> Matched:

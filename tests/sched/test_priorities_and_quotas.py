@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from tests.latch import finish, turns, until
+from tests.latch import finish, turns
 from tests.sessions import begin_request
 from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
@@ -151,24 +151,7 @@ async def test_a_prompt_shorter_than_a_block_is_explained_across_fingerprints_to
         assert longer.reason == "never stored"
 
 
-# Who waits holds up those it should and nobody else: quotas, growth, parked requests, pins.
-
-
-async def parked(
-    on: World, ids: list[int], name: str, *, priority: int = 0
-) -> asyncio.Task[Request]:
-    """A request that waits for blocks that a running one computes."""
-    before = on.service.stats().requests.shared_waits
-    task = asyncio.ensure_future(admit(on, ids, name, priority=priority))
-    await until(lambda: on.service.stats().requests.shared_waits > before, "a wait")
-    return task
-
-
-def slow(on: World) -> None:
-    on.service.note_prefill(1000, 1000.0)  # so that waiting for another's blocks is worth it
-
-
-# Tenants
+# Who waits holds up those it should and nobody else: quotas, growth, pins.
 
 
 async def test_a_tenant_whose_quota_is_full_holds_up_itself_only() -> None:
@@ -226,26 +209,6 @@ async def test_what_a_tenant_got_without_waiting_counts_when_turns_are_taken() -
             on.service.unpause()
         assert order == ["ours 1", "ours 2", "ours 3", "acme"]
         await on.ended(big, small)
-
-
-# Parked requests
-
-
-async def test_a_device_that_shrinks_refuses_a_parked_request_that_fits_no_more() -> None:
-    async with world(device_blocks=12, host_write=NONE) as on:
-        slow(on)
-        owner = await finish(admit(on, tokens(16), "owner"))
-        big = await parked(on, [*tokens(16), *tokens(20, 500)], "big")
-        shrinks = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 6))
-        await turns(10)
-        on.service.scheduler.end(owner)
-        await finish(shrinks)
-        with pytest.raises(RequestTooLargeError, match="device tier has 6"):
-            await finish(big)
-        await on.settle()
-
-
-# Pins and copies
 
 
 async def test_a_device_full_of_pins_lets_requests_in_as_they_end() -> None:

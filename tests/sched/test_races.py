@@ -13,11 +13,7 @@ from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
-from tierkv.errors import (
-    DuplicateRequestError,
-    OwnershipError,
-    RequestAbortedError,
-)
+from tierkv.errors import DuplicateRequestError, OwnershipError, RequestAbortedError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request, RequestState
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -87,20 +83,24 @@ async def test_two_extensions_to_the_same_length_take_the_blocks_once() -> None:
         await on.ended(request)
 
 
-@pytest.mark.parametrize("how", ["end", "preempt"])
+@pytest.mark.parametrize("how", ["end", "preempt", "abort"])
 async def test_one_that_goes_while_it_waits_to_grow_hears_of_it(how: str) -> None:
     async with world(device_blocks=4, host_write=NONE) as on:
-        request, other = await on.admit(tokens(8)), await on.admit(tokens(8, 100))
+        request, other = await on.admit(tokens(8), name="it"), await on.admit(tokens(8, 100))
         grows = asyncio.ensure_future(on.service.scheduler.growth.extend(request, 8))
         await turns(5)
         if how == "end":
             on.service.scheduler.end(request)
-        else:
+        elif how == "preempt":
             on.service.scheduler.preempt(request)
-        with pytest.raises(OwnershipError):
+        else:
+            assert on.service.abort("it")
+        with pytest.raises(RequestAbortedError if how == "abort" else OwnershipError):
             await finish(grows)
         if how == "preempt":
             on.service.scheduler.abandon(request)
+        elif how == "abort":
+            on.service.scheduler.end(request)
         await on.ended(other)
         assert on.service.tiers.eviction.available(Tier.DEVICE) == 4
 

@@ -8,8 +8,10 @@ import pytest
 
 from tests.latch import ManualEvent, finish, turns, until
 from tests.world import World, tokens, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
-from tierkv.errors import ShuttingDownError
+from tierkv.cache.node import Tier
+from tierkv.errors import RequestTooLargeError, ShuttingDownError
 from tierkv.sched.request import Request
 
 
@@ -34,6 +36,7 @@ async def test_blocks_that_are_being_computed_are_not_computed_twice() -> None:
         owner = await here.admit(tokens(16))
         async with asyncio.TaskGroup() as group:
             waits = await waiting(here, group, [*tokens(16), 99])
+            assert here.service.stats().decisions.wait_device == 1
             await here.prefill(owner, tokens(16))
             request = await finish(waits)
         assert request.cached_tokens == 16
@@ -143,17 +146,26 @@ async def test_an_owner_that_needs_room_gets_it_while_others_wait_for_it() -> No
         await here.settle()
 
 
-async def test_a_node_that_drains_refuses_those_who_wait() -> None:
-    async with world() as here:
+@pytest.mark.parametrize("how", ["drains", "shrinks"])
+async def test_a_node_that_drains_or_shrinks_below_their_size_refuses_those_who_wait(
+    how: str,
+) -> None:
+    async with world(device_blocks=12, host_write=WritePolicy.NONE) as here:
         slow(here)
         owner = await here.admit(tokens(16))
 
         async def wait_for_it() -> None:
-            with pytest.raises(ShuttingDownError):
-                await here.admit([*tokens(16), 99])
+            error = ShuttingDownError if how == "drains" else RequestTooLargeError
+            with pytest.raises(error, match="shut" if how == "drains" else "device tier has 6"):
+                await here.admit([*tokens(16), *tokens(20, 500)])
 
         async with asyncio.TaskGroup() as group:
             group.create_task(wait_for_it())
             await until(lambda: here.service.stats().requests.shared_waits == 1)
-            here.service.drain()
-        await here.ended(owner)
+            if how == "drains":
+                here.service.drain()
+            else:
+                group.create_task(here.service.resize(Tier.DEVICE, 6))
+            await turns(10)
+            here.service.scheduler.end(owner)
+        await here.settle()
