@@ -113,20 +113,16 @@ async def test_an_empty_prompt_or_negative_numbers_are_refused() -> None:
             Prompt.of([-1], BLOCK)
 
 
-@pytest.mark.parametrize("count", [13, 14, 15, 16])
+@pytest.mark.parametrize(
+    ("cached", "asked"), [*((n, tokens(n)) for n in (13, 14, 15, 16)), (14, [*tokens(15), 99])]
+)
 async def test_a_request_that_fits_is_admitted_though_its_own_cache_fills_the_device(
-    count: int,
+    cached: int, asked: list[int]
 ) -> None:
     """The block it would copy its last tokens from may have to go to make room for the copy."""
     async with world(device_blocks=4) as here:
-        await here.run(tokens(count))
-        await here.run(tokens(count))
-
-
-async def test_a_grown_conversation_fits_though_its_tail_fills_the_device() -> None:
-    async with world(device_blocks=4) as here:
-        await here.run(tokens(14))
-        await here.run([*tokens(15), 99])
+        await here.run(tokens(cached))
+        await here.run(asked)
 
 
 @pytest.mark.parametrize("how", ["cancel", "abort"])

@@ -15,13 +15,9 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.gpu.protocol import Direction
 from tierkv.sched import events as sched_events
-from tierkv.sched.events import CacheEvent, CacheEventKind, Subscription
+from tierkv.sched.events import CacheEvent, CacheEventKind
 
 THROUGH, NONE = WritePolicy.WRITE_THROUGH, WritePolicy.NONE
-
-
-async def heard(subscription: Subscription, count: int) -> list[CacheEvent]:
-    return [await finish(anext(subscription)) for _ in range(count)]
 
 
 def blocks(events: list[CacheEvent], kind: CacheEventKind, tier: str) -> list[int]:
@@ -33,33 +29,23 @@ def blocks(events: list[CacheEvent], kind: CacheEventKind, tier: str) -> list[in
     )
 
 
-async def everything(subscription: Subscription) -> list[CacheEvent]:
-    events: list[CacheEvent] = []
-    try:
-        while True:
-            async with asyncio.timeout(0.05):
-                events.append(await anext(subscription))
-    except TimeoutError:
-        return events
-
-
 async def test_stored_loaded_and_evicted_are_told_for_each_tier() -> None:
     async with world(
         device_blocks=8, with_store=True, host_write=THROUGH, storage_write=THROUGH
     ) as here:
         with here.service.events.subscribe() as subscription:
             await here.run(tokens(18))
-            events = await everything(subscription)
+            events = subscription.drain()
             for tier in ("device", "host", "storage"):
                 assert blocks(events, CacheEventKind.STORED, tier) == [0, 1, 2, 3, 4], tier
             await here.run(tokens(32, 500))
-            events = await everything(subscription)
+            events = subscription.drain()
             assert blocks(events, CacheEventKind.EVICTED, "device") == [0, 1, 2, 3, 4]
             await here.run(tokens(18))
-            events = await everything(subscription)
+            events = subscription.drain()
             assert blocks(events, CacheEventKind.LOADED, "device") == [0, 1, 2, 3]
             here.service.reset()
-            events = await everything(subscription)
+            events = subscription.drain()
             assert 0 in blocks(events, CacheEventKind.EVICTED, "host")
 
 
@@ -69,8 +55,8 @@ async def test_a_slow_listener_loses_the_oldest_and_is_told_how_many() -> None:
             with here.service.events.subscribe() as fast:
                 for base in range(0, 500, 100):
                     await here.run(tokens(8, base))
-                events = await heard(fast, 5)
-            last = await heard(slow, 3)
+                events = fast.drain()
+            last = slow.drain()
             assert slow.num_dropped == 2
             assert [event.number for event in last] == [event.number for event in events[2:]]
         assert not here.service.events.has_listeners
@@ -86,7 +72,7 @@ async def test_each_run_is_an_event_with_a_number_of_its_own() -> None:
                 n for n in here.service.index.spaces.nodes() if n.tokens.startswith(pack([8]))
             ]
             here.service.events.publish(CacheEventKind.STORED, "storage", leaf, 0, 4)
-            first, second = await heard(subscription, 2)
+            first, second = [await finish(anext(subscription)) for _ in range(2)]
             assert (first.start, first.stop, second.start, second.stop) == (0, 2, 2, 4)
             assert second.number == first.number + 1
             keys = tuple(key.digest for key in here.keys(tokens(16)))
@@ -105,12 +91,12 @@ async def test_what_was_stored_after_a_question_is_not_lost_by_its_answer() -> N
             early = events.asking()
             events.publish_stored(runs, events.now())  # written once more
             early(second)
-            told = await everything(subscription)
+            told = subscription.drain()
             assert blocks(told, CacheEventKind.STORED, "storage") == [0, 1, 2, 3]
             assert blocks(told, CacheEventKind.EVICTED, "storage") == []
             await here.run(tokens(8, 500))
             events.asking()(second)  # and all that follows it
-            told = await everything(subscription)
+            told = subscription.drain()
             assert blocks(told, CacheEventKind.EVICTED, "storage") == [1, 2, 3]
 
 
@@ -121,9 +107,8 @@ async def test_blocks_that_a_publish_stores_or_misses_are_told() -> None:
 
         with here.service.events.subscribe() as subscription:
             await publish(here, tokens(18), "first")
-            assert blocks(await everything(subscription), CacheEventKind.STORED, "storage") == [
-                *range(4)
-            ]
+            told = subscription.drain()
+            assert blocks(told, CacheEventKind.STORED, "storage") == [0, 1, 2, 3]
             await here.the_store.delete(here.names(tokens(18))[2:])
             handoff = here.service.handoff
             assert handoff is not None
@@ -132,16 +117,10 @@ async def test_blocks_that_a_publish_stores_or_misses_are_told() -> None:
             await here.ended(request)
             node = index.match(prompt).node
             assert node.stored_in(0, 4).tolist() == [True, True, False, False]
-            assert blocks(await everything(subscription), CacheEventKind.EVICTED, "storage") == [
-                2,
-                3,
-            ]
+            assert blocks(subscription.drain(), CacheEventKind.EVICTED, "storage") == [2, 3]
             await publish(here, tokens(18), "second")
             assert index.match(prompt).node.stored_in(0, 4).all()
-            assert blocks(await everything(subscription), CacheEventKind.STORED, "storage") == [
-                2,
-                3,
-            ]
+            assert blocks(subscription.drain(), CacheEventKind.STORED, "storage") == [2, 3]
 
 
 async def test_a_published_tail_is_not_told_as_the_block_that_a_request_made_of_it() -> None:
@@ -150,7 +129,7 @@ async def test_a_published_tail_is_not_told_as_the_block_that_a_request_made_of_
             request = await here.computed(tokens(18), new=2)
             await here.commit(request, tokens(20), 18)
             await finish(publish_request(here.service, request, "ticket", [18]))
-            told = blocks(await everything(subscription), CacheEventKind.STORED, "storage")
+            told = blocks(subscription.drain(), CacheEventKind.STORED, "storage")
             assert told == [0, 1, 2, 3]
             await here.ended(request)
 
@@ -165,7 +144,7 @@ async def test_what_is_written_to_a_store_that_was_detached_meanwhile_is_not_tol
             here.service.detach_storage()
             here.the_store.release()
             await here.settle()
-            events = await everything(subscription)
+            events = subscription.drain()
         assert blocks(events, CacheEventKind.STORED, "storage") == []
 
 
@@ -178,31 +157,23 @@ async def test_of_too_many_stored_blocks_the_oldest_are_told_to_be_gone(
         with here.service.events.subscribe() as subscription:
             await here.run(tokens(16))
             await here.run(tokens(16, 500))
-            events = await everything(subscription)
+            events = subscription.drain()
         gone = [event for event in events if event.kind is CacheEventKind.EVICTED]
         keys = [key.digest for key in here.keys(tokens(16))]
         assert [digest for event in gone for digest in event.digests] == keys[:3]
 
 
-async def test_what_is_fetched_is_told_as_stored_on_the_host() -> None:
-    async with world(store=await filled(tokens(18))) as here:
+@pytest.mark.parametrize(
+    ("stored", "asked"), [(18, 18), (11, 10)], ids=["its own blocks", "another prompt's tail"]
+)
+async def test_what_is_fetched_is_told_as_stored_on_the_host(stored: int, asked: int) -> None:
+    async with world(store=await filled(tokens(stored))) as here:
         with here.service.events.subscribe() as subscription:
-            await here.run(tokens(18))
-            events = await everything(subscription)
-        assert blocks(events, CacheEventKind.STORED, "host") == [0, 1, 2, 3, 4]
-        stored = [event for event in events if event.tier == "host"]
-        keys = [key.digest for key in here.keys(tokens(18))]
-        assert [digest for event in stored for digest in event.digests] == keys
-
-
-async def test_a_tail_of_another_prompt_that_is_fetched_is_told_too() -> None:
-    async with world(store=await filled(tokens(11))) as here:
-        with here.service.events.subscribe() as subscription:
-            assert (await here.run(tokens(10))).storage_tokens == 9
-            events = await everything(subscription)
-        stored = [event for event in events if event.tier == "host"]
-        keys = [key.digest for key in here.keys(tokens(11))]  # the tail as the other prompt left it
-        assert [digest for event in stored for digest in event.digests] == keys
+            assert (await here.run(tokens(asked))).storage_tokens == asked - 1
+            told = [event for event in subscription.drain() if event.tier == "host"]
+        assert blocks(told, CacheEventKind.STORED, "host") == [*range(-(-stored // 4))]
+        keys = [key.digest for key in here.keys(tokens(stored))]  # a tail as the other left it
+        assert [digest for event in told for digest in event.digests] == keys
 
 
 async def test_a_block_that_a_fetch_finds_on_its_way_from_the_device_is_not_told_to_be_there() -> (
@@ -223,8 +194,6 @@ async def test_a_block_that_a_fetch_finds_on_its_way_from_the_device_is_not_told
             fetched = await finish(fetching)
             here.latch.release()
             await here.ended(fetched, computes)
-            told = [
-                one.tier for one in await everything(events) if one.kind is CacheEventKind.STORED
-            ]
+            told = [one.tier for one in events.drain() if one.kind is CacheEventKind.STORED]
         assert here.service.stats().host.used == 0, "the one copy that was begun has failed"
         assert set(told) == {"device", "storage"}

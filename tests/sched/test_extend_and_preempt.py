@@ -10,7 +10,7 @@ from tests.latch import finish, turns, until
 from tests.sessions import begin_request, resume_request
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt, pack
+from tierkv.cache.keys import pack
 from tierkv.errors import OutOfBlocksError, OwnershipError, RequestTooLargeError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request
@@ -109,25 +109,6 @@ async def test_one_preempted_in_the_middle_of_its_prompt_comes_back_for_the_whol
         assert again.cached_tokens == (20 if committed == 20 else 19)
         await here.prefill(again, tokens(20))
         await here.ended(again)
-
-
-async def test_an_abort_of_a_preempted_request_abandons_it() -> None:
-    async with world(device_blocks=8, max_tenants=1) as here:
-        service = here.service
-        space = service.space_of_tenant("a")
-        prompt = Prompt.of(tokens(8), 4, space=space)
-        request = await begin_request(service, "one", prompt, max_new_tokens=0)
-        await service.scheduler.commit(request, prompt.tokens)
-        service.scheduler.preempt(request)
-        await here.settle()
-        with pytest.raises(OutOfBlocksError):
-            service.space_of_tenant("b")  # the other tenant's blocks are kept for the resume
-        assert service.abort("one")
-        assert not service.abort("one")
-        with pytest.raises(OwnershipError, match="preempted"):
-            await resume_request(service, request, max_new_tokens=0)
-        service.space_of_tenant("b")
-        await here.settle()
 
 
 async def test_nobody_is_told_to_yield_while_a_copy_is_under_way_after_which_there_is_room() -> (

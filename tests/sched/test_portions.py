@@ -96,9 +96,7 @@ async def test_one_that_is_aborted_or_cancelled_between_two_portions_leaves_noth
             node.service.reset()
         assert num_cancelled > 5
 
-        node.the_store.hold()
-        admitting = asyncio.create_task(admit())
-        await until_portions(node)
+        admitting = await between_portions(node, name="one")
         assert node.service.abort("one")
         node.the_store.release()
         with pytest.raises(RequestAbortedError):
@@ -108,20 +106,21 @@ async def test_one_that_is_aborted_or_cancelled_between_two_portions_leaves_noth
         assert await use(node, LONG, await node.admit(LONG)) == 396
 
 
-async def until_portions(node: World) -> None:
+async def between_portions(node: World, name: str = "") -> asyncio.Task[Request]:
     """Let the store answer until a request has blocks, and its next portion waits for the store."""
+    node.the_store.hold()
+    admitting = asyncio.create_task(node.admit(LONG, name=name))
     while not node.service.stats().running_requests:
         await node.the_store.until_held(1)
         node.the_store.let_through()
         await asyncio.sleep(0)
     await node.the_store.until_held(1)
+    return admitting
 
 
 async def test_one_whose_portion_does_not_load_is_computed_whole() -> None:
     async with small_host() as node:
-        node.the_store.hold()
-        admitting = asyncio.create_task(node.admit(LONG))
-        await until_portions(node)
+        admitting = await between_portions(node)
         node.latch.fail_next(Direction.LOAD)
         node.the_store.release()
         assert await use(node, LONG, await finish(admitting)) == 0
@@ -133,9 +132,7 @@ async def test_one_whose_portion_does_not_load_is_computed_whole() -> None:
 async def test_portions_are_waited_for_no_longer_than_the_policy_says(policy: FetchPolicy) -> None:
     async with small_host(policy, 2.0 if policy is FetchPolicy.DEADLINE else 3600.0) as node:
         node.service.note_prefill(1000, 10.0)
-        node.the_store.hold()
-        admitting = asyncio.create_task(node.admit(LONG))
-        await until_portions(node)
+        admitting = await between_portions(node)
         request = await finish(admitting)  # while the store holds what it asked for
         assert request.cached_tokens < 399
         node.the_store.release()
@@ -144,9 +141,7 @@ async def test_portions_are_waited_for_no_longer_than_the_policy_says(policy: Fe
 
 async def test_all_portions_together_take_no_longer_than_the_policy_says() -> None:
     async with small_host(FetchPolicy.DEADLINE, 1.0) as node:
-        node.the_store.hold()
-        admitting = asyncio.create_task(node.admit(LONG))
-        await until_portions(node)
+        admitting = await between_portions(node)
         node.the_store.delay_s = 0.6  # for each but the first
         node.the_store.release()
         request = await finish(admitting)
@@ -158,9 +153,7 @@ async def test_all_portions_together_take_no_longer_than_the_policy_says() -> No
 async def test_a_copy_into_a_requests_blocks_is_not_left_alone_when_time_is_over() -> None:
     """Its engine would compute into the same blocks."""
     async with small_host(FetchPolicy.DEADLINE, 0.5) as node:
-        node.the_store.hold()
-        admitting = asyncio.create_task(node.admit(LONG))
-        await until_portions(node)
+        admitting = await between_portions(node)
         node.latch.hold(Direction.LOAD)
         before = node.latch.count(Direction.LOAD)
         node.the_store.release()

@@ -12,7 +12,13 @@ from tests.world import GQA, World, fingerprint, tokens, world
 from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
-from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
+from tierkv.errors import (
+    BadRequestError,
+    ConfigError,
+    OutOfBlocksError,
+    OwnershipError,
+    RequestTooLargeError,
+)
 from tierkv.sched.request import Request
 
 NONE = WritePolicy.NONE
@@ -52,24 +58,11 @@ async def test_of_too_many_the_one_not_asked_for_longest_is_closed() -> None:
         assert await run(here, "b", tokens(8)) == 0
 
 
-async def test_tenants_in_use_are_not_closed_for_others() -> None:
-    async with world(max_tenants=1) as here:
-        request = await admit(here, "a", tokens(8))
-        with pytest.raises(OutOfBlocksError):
-            here.service.space_of_tenant("b")
-        await here.ended(request)
-        here.service.space_of_tenant("b")
-
-
 async def test_closing_frees_the_blocks_and_is_refused_while_in_use() -> None:
     async with world(host_write=NONE) as here:
         space = here.service.space_of_tenant("a")
         await run(here, "a", tokens(16))
         used = here.free_device_blocks
-        request = await admit(here, "a", tokens(16))
-        with pytest.raises(BadRequestError, match="have not ended"):
-            here.service.close_fingerprint(space)
-        await here.ended(request)
         here.service.pin("kept", Prompt.of(tokens(16), 4, space=space), 1000.0)
         with pytest.raises(BadRequestError, match="hold some"):
             here.service.close_fingerprint(space)
@@ -128,23 +121,14 @@ async def test_an_operator_is_told_the_field_that_differs_and_a_tenant_is_not() 
 async def test_a_quota_lowered_below_what_one_waits_for_refuses_it() -> None:
     async with world(device_blocks=16) as here:
         tenant = here.service.space_of_tenant("acme")
-        running = await here.admit(list(range(40)))
-        async with asyncio.TaskGroup() as group:
-            waits = group.create_task(refused(here, tenant))
-            await until(lambda: here.service.scheduler.num_waiting == 1)
-            here.service.set_quota(tenant, (8, None))
-            here.service.scheduler.end(running)
-            message = await finish(waits)
-        assert "quota" in message
+        running = await here.admit(tokens(40))
+        waits = asyncio.ensure_future(admit(here, "acme", tokens(40)))
+        await until(lambda: here.service.scheduler.num_waiting == 1)
+        here.service.set_quota(tenant, (8, None))
+        here.service.scheduler.end(running)
+        with pytest.raises(RequestTooLargeError, match="quota"):
+            await waits
         await here.settle()
-
-
-async def refused(here: World, tenant: str) -> str:
-    """Why a request of ten blocks is."""
-    prompt = Prompt.of(list(range(40)), GQA.block_size, space=tenant)
-    with pytest.raises(RequestTooLargeError) as told:
-        await begin_request(here.service, "big", prompt, max_new_tokens=0)
-    return str(told.value)
 
 
 async def test_what_a_tenant_was_given_is_its_own_still_after_others_took_its_place() -> None:
@@ -204,26 +188,34 @@ async def test_the_quota_of_a_tenant_that_is_closed_can_be_read_and_changed() ->
             here.service.quota_of(space)
 
 
-@pytest.mark.parametrize("is_resumed", [True, False])
-async def test_a_tenant_whose_request_is_preempted_is_not_closed_for_others(
-    *, is_resumed: bool
+@pytest.mark.parametrize("ends", ["running", "resumed", "abandoned", "aborted"])
+async def test_a_tenant_whose_request_runs_or_is_preempted_is_not_closed_for_others(
+    ends: str,
 ) -> None:
     async with world(max_tenants=1, host_write=NONE) as here:
         space = here.service.space_of_tenant("a")
-        request = await admit(here, "a", tokens(8))
+        request = await admit(here, "a", tokens(8), "one")
         await here.service.scheduler.commit(request, pack(tokens(8)))
-        here.service.scheduler.preempt(request)
-        await here.settle()
+        if ends != "running":
+            here.service.scheduler.preempt(request)
+            await here.settle()
         with pytest.raises(OutOfBlocksError):
             here.service.space_of_tenant("b")
         with pytest.raises(BadRequestError, match="have not ended"):
             here.service.close_fingerprint(space)
-        if is_resumed:
+        if ends == "running":
+            here.service.scheduler.end(request)
+        elif ends == "resumed":
             resumed = await finish(resume_request(here.service, request, max_new_tokens=0))
             assert resumed.cached_tokens == 8
             here.service.scheduler.end(resumed)
-        else:
+        elif ends == "abandoned":
             here.service.scheduler.abandon(request)
+        else:
+            assert here.service.abort("a one")
+            assert not here.service.abort("a one")
+            with pytest.raises(OwnershipError, match="preempted"):
+                await resume_request(here.service, request, max_new_tokens=0)
         await here.settle()
         here.service.space_of_tenant("b")
         assert space not in here.service.roots()
@@ -252,14 +244,11 @@ async def test_what_goes_from_the_device_for_a_lower_quota_keeps_its_host_copies
     async with world(host_write=WritePolicy.WRITE_THROUGH) as here:
         space = here.service.space_of_tenant("a")
         await run(here, "a", tokens(32))
-        here.service.set_quota(space, (2, None))
-        await here.settle()
-        where = await here.service.lookup(Prompt.of(tokens(32), 4, space=space))
-        assert (where.device_tokens, where.host_tokens) == (8, 24)
-        here.service.set_quota(space, (2, 3))  # of these the device has two
-        await here.settle()
-        where = await here.service.lookup(Prompt.of(tokens(32), 4, space=space))
-        assert (where.device_tokens, where.host_tokens) == (8, 4)
+        for host_quota, host_tokens in ((None, 24), (3, 4)):  # of the three the device has two
+            here.service.set_quota(space, (2, host_quota))
+            await here.settle()
+            where = await here.service.lookup(Prompt.of(tokens(32), 4, space=space))
+            assert (where.device_tokens, where.host_tokens) == (8, host_tokens)
 
 
 async def with_many_runs(here: World, tenant: str) -> str:
@@ -327,23 +316,19 @@ async def test_a_fingerprint_with_many_blocks_is_retired_while_others_go_on(come
 
 async def test_a_tenant_that_waits_for_others_keeps_its_own_blocks_meanwhile() -> None:
     async with world(device_blocks=20, host_write=WritePolicy.NONE) as here:
-        service = here.service
-        space = service.open_fingerprint(fingerprint(tenant="a"), quota=(10, None))
+        service, space = here.service, here.service.space_of_tenant("a")
+        service.set_quota(space, (10, None))
+        await run(here, "a", tokens(20))
         own = Prompt.of(tokens(20), 4, space=space)
-        request = await begin_request(service, "first", own, max_new_tokens=0)
-        await service.scheduler.commit(request, pack(tokens(20)))
-        service.scheduler.end(request)
         other = await here.admit(tokens(60, 1000))  # the rest of the device
-        bigger = Prompt.of(tokens(32, 500), 4, space=space)
-        waits = asyncio.ensure_future(begin_request(service, "second", bigger, max_new_tokens=0))
+        waits = asyncio.ensure_future(admit(here, "a", tokens(32, 500)))
         await turns(20)
         assert not waits.done()
         assert service.index.match(own).num_blocks == 5, "nothing of its own went in vain"
         service.scheduler.end(other)
         request = await finish(waits)
         assert service.index.match(own).num_blocks == 2, "only now, to stay within its quota"
-        service.scheduler.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_those_that_are_being_closed_count_as_closed_for_who_comes_next() -> None:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.world import World, world
 from tierkv.cache.node import CopyState, Tier, TreeNode
@@ -191,48 +190,45 @@ async def test_what_is_broken_is_named() -> None:
         await here.settle()
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("num_loads", "loads are counted"),
-        ("num_offloads", "offloads are counted"),
-        ("budget", "bytes of copies to lower tiers are counted"),
-        ("stored", "bytes of copies to lower tiers are counted"),
-        ("being_stored", "host slots are listed as being stored"),
-        ("in_flight", "blocks are marked as in flight"),
-        ("queued", "bytes are counted as queued"),
-        ("at_work", "copies that make room are counted"),
-        ("loading", "loads are listed"),
-    ],
-)
-async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: str) -> None:
+def being_stored(here: World) -> Undo:
+    slots = np.array([0], np.int32)
+    here.service.tiers.slots.begin_reading(slots)
+    return partial(here.service.tiers.slots.end_reading, slots)
+
+
+def queued(here: World) -> Undo:
+    tier = here.service.estimator.tier
+    return partial(tier.end, tier.begin(1000.0, 0.0), 1.0, is_late=False)
+
+
+def in_flight(here: World) -> Undo:
+    fetcher = here.service.fetcher
+    return partial(fetcher.finish, fetcher.reserve(here.keys(range(16)), 0))
+
+
+LOWER = "bytes of copies to lower tiers are counted"
+AT_REST: dict[str, Callable[[World], Undo]] = {
+    "loads are counted": lambda on: put(on.service.tiers.copies, "num_loads", 1),
+    "offloads are counted": lambda on: put(on.service.tiers.copies, "num_offloads", 1),
+    f"10 {LOWER}": lambda on: put(on.service.tiers.copies.background, "bytes_in_flight", 10),
+    f"11 {LOWER}": lambda on: put(on.service.tiers.copies.storing, "bytes_in_flight", 11),
+    "host slots are listed as being stored": being_stored,
+    "blocks are marked as in flight": in_flight,
+    "bytes are counted as queued": queued,
+    "copies that make room are counted": lambda on: on.service.tiers.work.begin_storing(""),
+    "loads are listed": lambda on: put(on.service.scheduler.loads, "_active", {7: None}),
+}
+
+
+async def test_what_must_be_over_when_nothing_runs_is_named() -> None:
     async with world(with_store=True) as here:
         await here.run(list(range(8)))
-        service = here.service
-        if what in ("num_loads", "num_offloads"):
-            undo = put(service.tiers.copies, what, 1)
-        elif what == "budget":
-            undo = put(service.tiers.copies.background, "bytes_in_flight", 10)
-        elif what == "stored":
-            undo = put(service.tiers.copies.storing, "bytes_in_flight", 10)
-        elif what == "being_stored":
-            slots = np.array([0], np.int32)
-            service.tiers.slots.begin_reading(slots)
-            undo = partial(service.tiers.slots.end_reading, slots)
-        elif what == "queued":
-            queued = service.estimator.tier.begin(1000.0, 0.0)
-            undo = partial(service.estimator.tier.end, queued, 1.0, is_late=False)
-        elif what == "at_work":
-            undo = service.tiers.work.begin_storing("")
-        elif what == "loading":
-            undo = put(service.scheduler.loads, "_active", {7: None})
-        else:
-            fetcher = service.fetcher
-            undo = partial(fetcher.finish, fetcher.reserve(here.keys(range(16)), 0))
-        found = service.verify()
-        undo()
-        assert any(words in one for one in found), found
-        assert service.verify() == []
+        for words, breaks in AT_REST.items():
+            undo = breaks(here)
+            found = here.service.verify()
+            undo()
+            assert any(words in one for one in found), (words, found)
+            assert here.service.verify() == []
 
 
 async def test_a_table_that_names_other_blocks_than_the_index_is_named() -> None:
