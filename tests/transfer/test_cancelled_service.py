@@ -7,16 +7,13 @@ import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
 
-import numpy as np
 import pytest
 
 from tests.latch import CopyLatch, ManualEvent, finish, turns
-from tests.layouts import LAYOUTS
+from tests.transfer.test_mover import ids, memory_of
 from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.transfer.mover import EventPoller, LayerGate, Mover, Submitted
-
-LAYOUT = LAYOUTS["fp8"]
 
 
 class BodyError(Exception):
@@ -29,16 +26,12 @@ async def test_a_mover_whose_body_breaks_still_tells_everyone_of_the_end_of_copi
 ) -> None:
     latch = CopyLatch()
     device = CpuDevice(before_copy=latch)
-    planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
-    host.array[:] = 7
-    mover = Mover(device, planes, host)
-    ids = np.arange(4, dtype=np.int32)
     told: list[str] = []
     waiting: list[asyncio.Task[None]] = []
 
-    async def life() -> None:
+    async def life(mover: Mover) -> None:
         async with mover.running():
-            movement = mover.load(ids, ids)
+            movement = mover.load(ids(0, 1), ids(0, 1))
             movement.when_ended(lambda: told.append("end"))
             waiting.append(group.create_task(movement.done()))
             gate = mover.gate([movement])
@@ -48,45 +41,42 @@ async def test_a_mover_whose_body_breaks_still_tells_everyone_of_the_end_of_copi
             await asyncio.Event().wait()
 
     latch.hold()
-    async with asyncio.TaskGroup() as group:
-        living = group.create_task(_ended(life()))
-        await latch.until_held()
-        if is_cancelled:
-            living.cancel()
-        await turns(20)
-        assert not living.done(), "it waits for the copy"
-        living.cancel()  # which a second cancel does not change
-        await turns(20)
-        assert not living.done()
-        latch.release()
-    assert told == ["end"]
-    assert mover.num_in_flight == 0
-    assert all((array == 7).all() for array in planes.arrays)
-    host.close()
-    planes.close()
-    device.close()
+    with memory_of(device) as (planes, host):
+        mover = Mover(device, planes, host)
+        async with asyncio.TaskGroup() as group:
+            living = group.create_task(_ended(life(mover)))
+            await latch.until_held()
+            if is_cancelled:
+                living.cancel()
+            await turns(20)
+            assert not living.done(), "it waits for the copy"
+            living.cancel()  # which a second cancel does not change
+            await turns(20)
+            assert not living.done()
+            latch.release()
+        assert told == ["end"]
+        assert mover.num_in_flight == 0
+        assert b"".join(array[1].tobytes() for array in planes.arrays) == bytes(host.array[1])
 
 
 async def test_a_bug_of_one_who_hears_of_a_copys_end_keeps_it_from_nobody_else() -> None:
-    device = CpuDevice()
-    planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
-    mover, ids, told = Mover(device, planes, host), np.arange(4, dtype=np.int32), list[str]()
+    told: list[str] = []
 
-    async def life() -> None:
+    async def life(mover: Mover) -> None:
         async with mover.running():
-            movement = mover.load(ids, ids)
+            movement = mover.load(ids(0), ids(0))
             movement.when_ended(lambda: 1 // 0)
             movement.when_ended(lambda: told.append("end"))
             await finish(movement.done())
             await asyncio.Event().wait()  # it ends with the poller
 
-    with pytest.raises(ZeroDivisionError):
-        await life()
-    assert told == ["end"]
-    assert mover.num_in_flight == 0
-    host.close()
-    planes.close()
-    device.close()
+    device = CpuDevice()
+    with memory_of(device) as (planes, host):
+        mover = Mover(device, planes, host)
+        with pytest.raises(ZeroDivisionError):
+            await life(mover)
+        assert told == ["end"]
+        assert mover.num_in_flight == 0
 
 
 async def _ended(life: Coroutine[None, None, None]) -> None:

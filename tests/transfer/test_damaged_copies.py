@@ -100,29 +100,20 @@ async def ground(
 
 
 @pytest.mark.parametrize("compose", [layered, around])
-async def test_a_rotten_first_copy_goes_and_the_good_one_is_read_and_stays(
-    compose: Callable[[Sequence[Store]], Store],
+@pytest.mark.parametrize("rotten", [(0,), (0, 1)], ids=["the first copy", "all copies"])
+async def test_a_rotten_copy_goes_and_a_good_one_is_read_and_stays(
+    compose: Callable[[Sequence[Store]], Store], rotten: Sequence[int]
 ) -> None:
+    found = GetStatus.HIT if rotten == (0,) else GetStatus.DAMAGED
+    gone = GetStatus.HIT if rotten == (0,) else GetStatus.MISS
     async with ground(compose) as here:
-        await here.rot(0, 1)
-        assert await here.fetched() == [GetStatus.HIT] * 3
-        assert here.io.stats.damaged_blocks == 1
-        assert await here.have(1) == [True] * 3
-        assert await here.have(0) == [True, False, True]
-        assert await here.fetched() == [GetStatus.HIT] * 3
-        assert here.io.stats.damaged_blocks == 1
-
-
-@pytest.mark.parametrize("compose", [layered, around])
-async def test_of_copies_that_are_all_rotten_none_is_served_and_none_stays(
-    compose: Callable[[Sequence[Store]], Store],
-) -> None:
-    async with ground(compose) as here:
-        for part in range(2):
-            await here.rot(part, 2)
-        assert await here.fetched() == [GetStatus.HIT, GetStatus.HIT, GetStatus.DAMAGED]
-        assert here.io.stats.damaged_blocks == 1
-        assert [await here.have(part) for part in range(2)] == [[True, True, False]] * 2
+        for part in rotten:
+            await here.rot(part, 1)
+        for middle in (found, gone):
+            assert await here.fetched() == [GetStatus.HIT, middle, GetStatus.HIT]
+            assert here.io.stats.damaged_blocks == 1
+            assert await here.have(0) == [True, False, True]
+            assert await here.have(1) == [True, rotten == (0,), True]
 
 
 async def test_a_value_that_is_rotten_afar_leaves_no_copy_behind() -> None:

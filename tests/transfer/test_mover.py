@@ -162,15 +162,13 @@ async def test_a_movement_ends_with_its_last_layer_and_a_lane_with_its_planes() 
         mover = Mover(device, planes, host)
         async with mover.running():
             movement = mover.load(ids(0), ids(0))
-            try:
-                for event in device.lanes[0].events:  # lanes are opened in the order of `Direction`
-                    await turns(20)
-                    assert not movement.has_ended
-                    event.finish()
-            finally:
-                for event in device.lanes[0].events:
-                    event.finish()
+            early = []
+            for event in device.lanes[0].events:  # lanes are opened in the order of `Direction`
+                await turns(20)
+                early.append(movement.has_ended)
+                event.finish()
             await finish(movement.done())
+            assert not any(early)
             await mover.suspend()
             assert all(lane.is_closed for lane in device.lanes)
             await mover.reopen(planes)
@@ -233,29 +231,24 @@ async def test_an_empty_movement_ends() -> None:  # fault 5
         await finish(here.mover.gate([here.mover.load(ids(), ids())]).all_layers(100.0))
 
 
-async def test_a_small_copy_within_memory_is_over_at_once_well_or_not() -> None:
+@pytest.mark.parametrize("is_quick", [True, False])
+async def test_a_small_copy_within_memory_is_over_at_once_and_a_thread_submits_another(
+    *, is_quick: bool
+) -> None:
     async with ground() as here:
         expected = here.block(3)
+        if not is_quick:
+            here.device.quick_copy_bytes = 0
         movement = here.mover.copy_within(ids(3), ids(0))
-        assert movement.has_ended
+        assert movement.has_ended == is_quick
+        await finish(movement.done())
         assert here.block(0) == expected
         assert here.mover.gate([movement]).is_open(LAYOUT.num_layers - 1)
         refused = here.mover.copy_within(ids(3), ids(3))
-        assert refused.has_failed
-        assert here.mover.num_in_flight == 0
+        assert refused.has_failed == is_quick
         with pytest.raises(TransferError, match="source and target"):
             await finish(refused.done())
-
-
-async def test_a_copy_within_that_is_not_quick_keeps_the_loop_free() -> None:
-    async with ground() as here:
-        expected, here.device.quick_copy_bytes = here.block(3), 0
-        movement = here.mover.copy_within(ids(3), ids(0))
-        assert not movement.has_ended, "a thread submits it"
-        await finish(movement.done())
-        assert here.block(0) == expected
-        with pytest.raises(TransferError, match="source and target"):
-            await finish(here.mover.copy_within(ids(3), ids(3)).done())
+        assert here.mover.num_in_flight == 0
 
 
 async def test_callbacks_hear_of_the_end_well_or_not_and_even_late() -> None:

@@ -18,16 +18,9 @@ from tierkv.cache.layout import Layout, layered
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import HostSlots
-from tierkv.storage.codec import (
-    HEADER_BYTES,
-    Codec,
-)
+from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import (
-    Capabilities,
-    GetStatus,
-    PutStatus,
-)
+from tierkv.storage.protocol import Capabilities, GetStatus, PutStatus
 from tierkv.transfer.storage_io import StorageIO
 
 NUM_SLOTS = 12
@@ -64,7 +57,6 @@ async def ground(
     capacity_bytes: int | None = None,
     *,
     num_slots: int = NUM_SLOTS,
-    codec: Codec | None = None,
     sends_from_loop: bool = False,
 ) -> AsyncIterator[Ground]:
     """A host whose slots 0, 1, 2... hold random blocks of a prompt of `num_tokens`."""
@@ -73,8 +65,7 @@ async def ground(
     host = CpuDevice(CopyLatch()).allocate_host(layout, num_slots)
     host.array[:] = np.random.default_rng(3).integers(1, 256, host.array.shape, np.uint8)
     names = Names("tierkv", who.short)
-    codecs = None if codec is None else lambda _: codec
-    io = StorageIO(store, names, layout, host, block_ttl_s=None, codecs=codecs)
+    io = StorageIO(store, names, layout, host, block_ttl_s=None)
     prompt = Prompt.of(range(num_tokens), layout.block_size)
     store.sends_from_loop = sends_from_loop
     async with store.running(), io.running():
