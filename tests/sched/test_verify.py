@@ -117,7 +117,7 @@ FIELDS: list[tuple[Callable[[World], Any], str, Any, str]] = [
         *("_of_space", {"": SpaceUse(9)}, "num_with_blocks=9"),
     ),
     (
-        lambda on: on.service.scheduler._running.of_space(""),
+        lambda on: on.service.scheduler._running.use_of(""),
         *("num_private", 99, "num_private=99"),
     ),
     (lambda on: running_of(on).promise, "is_over", True, "is over but still listed"),

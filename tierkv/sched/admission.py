@@ -526,7 +526,7 @@ class Starts:
         """
         if not space.has_quota:
             return self._tiers.eviction.acquire(Tier.DEVICE, count)
-        reserved = self._running.of_space(space.name).num_private
+        reserved = self._running.use_of(space.name).num_private
         return self._tiers.eviction.acquire(Tier.DEVICE, count, space, reserved=reserved)
 
     def _made(
@@ -939,7 +939,7 @@ class Admissions:
         self._line.join(waiting)
         if self.pauses:
             waiting.release_fetched()
-        if not self._is_stuck_still():
+        if self._stuck is None or not self._is_busy() or self._next() is not self._stuck:
             self.pump()
 
     def pump(self) -> None:
@@ -970,9 +970,6 @@ class Admissions:
     def _pump_again(self) -> None:
         self._next_pump = None
         self.pump()
-
-    def _is_stuck_still(self) -> bool:
-        return self._stuck is not None and self._is_busy() and self._next() is self._stuck
 
     def _admit_waiting(self, max_turns: int) -> int:
         self._unpark_ready()

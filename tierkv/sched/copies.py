@@ -239,14 +239,10 @@ class ByteBudget:
 
     def findings(self) -> list[str]:
         """Return violated invariants, one sentence each; call only when no copy runs."""
-        if self.bytes_in_flight or self._num_in_flight:
-            return [
-                (
-                    f"no copy runs, but {self.bytes_in_flight} bytes of copies to lower tiers "
-                    "are counted"
-                )
-            ]
-        return []
+        if not (self.bytes_in_flight or self._num_in_flight):
+            return []
+        count = self.bytes_in_flight
+        return [f"no copy runs, but {count} bytes of copies to lower tiers are counted"]
 
 
 @dataclass(slots=True, eq=False)
@@ -521,9 +517,12 @@ class Copies:
             if end == first:
                 return
             stored = await self._end_flush(self._begin_flush(there, first, end, generation))
-            for at, is_stored in enumerate(stored, first):
-                if not is_stored:
-                    self._index.unmark_stored(there, at, at + 1)
+            self._unmark_lacking(there, first, stored)
+
+    def _unmark_lacking(self, node: TreeNode, first: int, stored: Sequence[bool]) -> None:
+        for at, is_stored in enumerate(stored, first):
+            if not is_stored:
+                self._index.unmark_stored(node, at, at + 1)
 
     def store_first(self, node: TreeNode, start: int) -> bool:
         """Start to store blocks that a shrinking host tier would otherwise lose.
@@ -586,9 +585,7 @@ class Copies:
             leaving.stores_first = False
         finally:
             if not leaving.stores_first:  # blocks that were not stored may be stored later
-                for at, is_stored in enumerate(stored, first):
-                    if not is_stored:
-                        self._index.unmark_stored(node, at, at + 1)
+                self._unmark_lacking(node, first, stored)
             self._index.release(lease)
             self._work.capacity_changed()
 
@@ -650,9 +647,10 @@ class Copies:
         """
         node = step.victim.node
         first, stop = node.start + step.victim.start, node.start + step.victim.stop
+        lacks_storage = tier is Tier.HOST and self.storage is None
+        if lacks_storage or self._index.spaces.is_retired(node):
+            return CopyDown.IMPOSSIBLE
         if tier is Tier.HOST:
-            if self.storage is None or self._index.spaces.is_retired(node):
-                return CopyDown.IMPOSSIBLE
             # The mark lets the blocks leave after one attempt, even a failed one: without it every
             # later plan would try again, and a failing store would hold up inference.
             self._index.mark_stored(node, first, stop)
@@ -661,8 +659,6 @@ class Copies:
             flush = self._begin_flush(node, first, stop, self._generation)
             self._work.start(self._flush_for_room(flush, end), "tierkv-flush")
             return CopyDown.STARTED
-        if self._index.spaces.is_retired(node):
-            return CopyDown.IMPOSSIBLE
         room = self._eviction.available(Tier.HOST, node.space)
         if (
             0 < room < stop - first
@@ -766,10 +762,10 @@ class Copies:
             self._slots.end_reading(flush.slots)
         is_there = [one.status in (PutStatus.STORED, PutStatus.EXISTED) for one in outcomes]
         self._publish_stored(flush.runs, is_there, flush.began)
-        is_kept = storage.deletions.generation == flush.generation
-        for outcome in outcomes:
-            if is_kept and outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
-                self._not_stored.warn(outcome.reason)
+        if storage.deletions.generation == flush.generation:
+            for outcome, there in zip(outcomes, is_there, strict=True):
+                if not there:
+                    self._not_stored.warn(outcome.reason)
         return is_there
 
     def _publish_stored(

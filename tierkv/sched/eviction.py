@@ -87,7 +87,7 @@ class Eviction:
         self.stats = TierStats()
         self.history = History()
         self.on_the_way = {Tier.DEVICE: 0, Tier.HOST: 0}
-        self.copy_down: Callable[[Tier, Step], CopyDown] = _nobody_copies
+        self.copy_down: Callable[[Tier, Step], CopyDown]  # set by `Copies`
         self._slots = slots
         self._work = work
         self._pools = slots.pools
@@ -394,7 +394,3 @@ class Eviction:
             stop = part.num_blocks
             for i, j in runs_of(part.copies[tier].is_in(CopyState.READY, first, stop)):
                 self._evict(tier, part, first + i, first + j)
-
-
-def _nobody_copies(tier: Tier, step: Step) -> CopyDown:
-    raise AssertionError(f"{step} must be copied from {tier.name} first, and no copier is set")

@@ -58,21 +58,6 @@ class Waiting:
     def priority(self) -> int:
         return self.spec.priority
 
-    def park(self, wait: PromiseWait, now: float, on_timeout: Callable[[], None]) -> None:
-        """Begin a wait for blocks that another request computes.
-
-        Args:
-            wait: the blocks to wait for, and the time limit.
-            now: seconds on the loop's clock.
-            on_timeout: called at the time limit, unless `unpark` was called before.
-        """
-        if self.give_up_at is None:
-            self.give_up_at = now + wait.patience_s
-        self.wait, self.parked_at = wait, now
-        wait.promise.num_waiting += 1
-        left_s = min(wait.patience_s, self.give_up_at - now)
-        self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
-
     def unpark(self) -> PromiseWait | None:
         """End this request's wait for blocks that another request computes.
 
@@ -86,10 +71,6 @@ class Waiting:
             self.timer.cancel()
             self.timer = None
         return wait
-
-    @property
-    def holds_fetched(self) -> bool:
-        return self.fetched is not None and not self.fetched.is_released
 
     def release_fetched(self) -> None:
         if self.fetched is not None:
@@ -278,7 +259,12 @@ class WaitingLine:
             now: seconds on the loop's clock.
             on_timeout: called at the time limit, unless `unpark` was called before.
         """
-        waiting.park(wait, now, on_timeout)
+        if waiting.give_up_at is None:
+            waiting.give_up_at = now + wait.patience_s
+        waiting.wait, waiting.parked_at = wait, now
+        wait.promise.num_waiting += 1
+        left_s = min(wait.patience_s, waiting.give_up_at - now)
+        waiting.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
         heapq.heappush(self._parked.setdefault(wait.promise, []), (wait.stop, waiting.number))
 
     def unpark(self, waiting: Waiting) -> PromiseWait | None:
@@ -316,6 +302,10 @@ class WaitingLine:
     def release_last_fetched(self, space: str | None = None) -> bool:
         """Release the fetched blocks of the last request in the queue that has any.
 
+        The order is by priority (highest first), then by the number of blocks that a request's
+        space (part of the index for one fingerprint) was given before (fewest first), then by
+        arrival.
+
         Args:
             space: name of the space whose requests are considered; None for all spaces.
 
@@ -323,7 +313,10 @@ class WaitingLine:
             True if blocks were released, False if no such request has any.
         """
         if self._holding is None:
-            self._holding = [one for one in self.ordered() if one.holds_fetched]
+            holding = (one for one in self if one.fetched and not one.fetched.is_released)
+            self._holding = sorted(
+                holding, key=lambda one: (-one.priority, self._given.get(one.space, 0), one.number)
+            )
         for one in reversed(self._holding):
             if one.fetched is not None and space in (None, one.space):
                 self._holding.remove(one)
@@ -332,18 +325,6 @@ class WaitingLine:
                     fetched.release()
                     return True
         return False
-
-    def ordered(self) -> list[Waiting]:
-        """Return all waiting requests in the order in which they should be admitted.
-
-        Requests are sorted by priority (highest first), then by the number of blocks that their
-        space (part of the index for one fingerprint) was given before (fewest first), then by
-        arrival.
-        """
-        return sorted(
-            self._line.values(),
-            key=lambda one: (-one.priority, self._given.get(one.space, 0), one.number),
-        )
 
     def findings(self) -> list[str]:
         """Return violated invariants, one sentence each; [] if there are none."""

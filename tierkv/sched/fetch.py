@@ -404,10 +404,6 @@ class Fetched:
     ended_at: float = 0.0
 
     @property
-    def took_s(self) -> float:
-        return self.ended_at - self.began_at
-
-    @property
     def lacked_room(self) -> bool:
         """True if the fetch ended early because the host had no free slot for the next block."""
         return self.first_problem is NO_ROOM

@@ -238,11 +238,7 @@ class Lifecycle:
             parts.append(part)
             pending.extend(part.children.values())
         lacking = [part for part in parts if part.uid not in tried and _lacks_host(part)]
-        missing = sum(
-            int(part.copies[Tier.HOST].is_in(CopyState.ABSENT, 0, part.num_blocks).sum())
-            for part in lacking
-        )
-        if not missing or not tiers.eviction.available(Tier.HOST):
+        if not lacking or not tiers.eviction.available(Tier.HOST):
             return False
         for part in lacking:
             tried.add(part.uid)

@@ -147,9 +147,6 @@ class Computing:
         self._regret = Regret()
         self.num_promises = 0
 
-    def promises(self) -> list[Promise]:
-        return [promise for promises in self._promises.values() for promise in promises]
-
     def begin(self, node: TreeNode, first: int, prompt: Prompt, now: float) -> Promise | None:
         """Record that a request begins to compute its prompt from block `first` on.
 
@@ -173,11 +170,7 @@ class Computing:
         return promise
 
     def _list(self, promise: Promise) -> None:
-        others = self._promises.get(promise.key)
-        if others is None:
-            self._promises[promise.key] = [promise]
-        else:
-            others.append(promise)
+        self._promises.setdefault(promise.key, []).append(promise)
 
     def advance(self, promise: Promise, node: TreeNode, first: int) -> None:
         """Record that the promised blocks before block `first` are computed and in the index.
@@ -333,7 +326,7 @@ class Computing:
 
     def findings(self, num_running: int) -> list[str]:
         """Return violated invariants of the promises, one sentence each; [] if there are none."""
-        promises = self.promises()
+        promises = [promise for listed in self._promises.values() for promise in listed]
         wrong = []
         if len(promises) != self.num_promises:
             wrong.append(
@@ -766,9 +759,6 @@ class Request(msgspec.Struct, eq=False):
             raise RequestAbortedError(f"request {self.request_id!r} was aborted")
 
 
-_NO_USE = SpaceUse()
-
-
 class Running:
     """The requests that have device blocks, with counts for each space.
 
@@ -790,13 +780,6 @@ class Running:
 
     def __contains__(self, request: Request) -> bool:
         return request in self.ending or self.by_id.get(request.request_id) is request
-
-    def of_space(self, space: str) -> SpaceUse:
-        """Return the counts of a space's requests and blocks; all are 0 if the space is not in use.
-
-        The caller must not change the result.
-        """
-        return self._of_space.get(space, _NO_USE)
 
     def use_of(self, space: str) -> SpaceUse:
         """Return how many running requests and private blocks one space has.

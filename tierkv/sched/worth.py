@@ -30,6 +30,7 @@ TRY_EVERY_S = 2.0
 _UNKNOWN_TOKENS_PER_S, _UNKNOWN_S = 4000.0, 0.1
 _PATIENCE = 2.0  # the longest wait for a fetch, in estimated fetch times
 _DECAY = 0.7  # weight of earlier measurements when a new one is added
+_LINE_DECAY = 0.9  # the same in a `Line`
 _FOUND_SHARE = 0.2  # weight of the newest answer in `found_share`
 # To measure the engine's speed, the last tokens of some prompts are computed although storage has
 # them. The first samples are _SAMPLE_SHARE of the prompt each, a later one is _REACH times as long
@@ -118,7 +119,6 @@ class Line:
     A unit is, for example, a token to compute or a byte to transfer.
 
     Attributes:
-        decay: factor by which each new sample multiplies the weight of all earlier samples.
         weight: sum of the samples' weights; 0 without a sample.
         x: weighted sum of units.
         y: weighted sum of seconds.
@@ -128,7 +128,6 @@ class Line:
             unknown.
     """
 
-    decay: float = 0.9
     weight: float = 0.0
     x: float = 0.0
     y: float = 0.0
@@ -155,12 +154,11 @@ class Line:
         is_expected = least / _SURPRISE - _TICK_S < seconds < most * _SURPRISE + _TICK_S
         if not (self.x and is_expected):
             self.weight = self.x = self.y = self.xx = self.xy = 0.0
-        decay = self.decay
-        self.weight = weight = self.weight * decay + 1.0
-        self.x = x = self.x * decay + units
-        self.y = self.y * decay + seconds
-        self.xx = xx = self.xx * decay + units * units
-        self.xy = self.xy * decay + units * seconds
+        self.weight = weight = self.weight * _LINE_DECAY + 1.0
+        self.x = x = self.x * _LINE_DECAY + units
+        self.y = self.y * _LINE_DECAY + seconds
+        self.xx = xx = self.xx * _LINE_DECAY + units * units
+        self.xy = self.xy * _LINE_DECAY + units * seconds
         self.is_of_one_size = xx * weight - x * x <= 1e-9 * x * x
 
     @property

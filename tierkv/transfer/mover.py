@@ -80,11 +80,14 @@ class EventPoller:
     """A watcher of one device's events: when one is done, it sets a future or calls a function.
 
     One task watches all events. The task sleeps while there are none.
+
+    Attributes:
+        num_in_flight: number of events that are not done yet.
     """
 
     def __init__(self) -> None:
         self._lines: dict[object, list[_Pending]] = {}  # each in the order of completion
-        self._num_pending = 0
+        self.num_in_flight = 0
         self._wake = asyncio.Event()
         self._has_new_events = False  # for the watching thread
         self._is_running = False
@@ -110,10 +113,6 @@ class EventPoller:
                     await outlast({polling}, on_cancel=lambda: None)
         finally:
             watcher.shutdown(wait=False)  # no event is left to poll
-
-    @property
-    def num_in_flight(self) -> int:
-        return self._num_pending
 
     def done(self, event: Event, *, is_long: bool = False) -> asyncio.Future[None]:
         """Return a future that resolves when `event` is done, or fails with the event's error.
@@ -156,7 +155,7 @@ class EventPoller:
             raise ShuttingDownError("the event poller is not running")
         one = _Pending(event, on_done, is_long, event.position)
         insort(self._lines.setdefault(event.line, []), one, key=attrgetter("position"))
-        self._num_pending += 1
+        self.num_in_flight += 1
         self._wake_up()
 
     def call_if_done(self, event: Event, on_done: OnDone) -> bool:
@@ -194,12 +193,11 @@ class EventPoller:
             await self._poll_on(watcher)
         except BaseException as error:  # callers would wait for ever: nothing else polls events
             self._is_running = False
-            lines, self._lines, self._num_pending = self._lines, {}, 0
+            lines, self._lines, self.num_in_flight = self._lines, {}, 0
             for one in (one for line in lines.values() for one in line):
                 failure = DeviceFailedError(f"the poller failed: {error!r}")
-                asyncio.get_running_loop().call_soon(
-                    one.on_done, failure
-                )  # an error in one must not stop others
+                # In a turn of its own: an error in one must not stop others.
+                asyncio.get_running_loop().call_soon(one.on_done, failure)
             raise
 
     async def _poll_on(self, watcher: Threads) -> None:
@@ -221,7 +219,7 @@ class EventPoller:
             self._complete_ended()
 
     def _may_be_eager(self) -> bool:
-        if self._num_pending > _MAX_EAGER:
+        if self.num_in_flight > _MAX_EAGER:
             return False
         return not any(one.is_long for line in self._lines.values() for one in line)
 
@@ -229,7 +227,7 @@ class EventPoller:
         for key, line in list(self._lines.items()):
             while line and (outcome := _outcome(line[0].event)) is not None:
                 one = line.pop(0)
-                self._num_pending -= 1
+                self.num_in_flight -= 1
                 if not line:
                     del self._lines[key]
                 one.on_done(outcome[0])

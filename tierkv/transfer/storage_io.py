@@ -537,7 +537,7 @@ class StorageIO:
             self._codecs,
             ttl_s=block_ttl_s,
             stats=self.stats,
-            used=self._toucher.used if self._toucher is not None else lambda _: None,
+            used=self.used,
             deletions=self.deletions,
         )
 
@@ -581,8 +581,7 @@ class StorageIO:
             found //= size
             self._is_far = time() - began > _FAR_S
             if found:
-                if self._toucher is not None:
-                    self._toucher.used(names[: found * size])
+                self.used(names[: found * size])
                 self._note_found(keys[at : at + found], size)
                 at += found
             if at == len(keys):
@@ -739,8 +738,7 @@ class StorageIO:
         hits = [read for read in reads if blocks[read.at].status is GetStatus.HIT]
         self.stats.fetched_blocks += sum(block.status is GetStatus.HIT for block in blocks)
         self.stats.fetched_bytes += sum(len(read.payload) for read in hits)
-        if self._toucher is not None:
-            self._toucher.used(read.item.name for read in hits)
+        self.used(read.item.name for read in hits)
         again = await self._forget_damaged(reads, blocks)
         if again and tries > 1:
             some = [keys[at] for at in again], slot_ids[again], [sizes[at] for at in again]
@@ -830,7 +828,10 @@ class StorageIO:
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome.status is PutStatus.STORED:
                 self.stats.flushed_bytes += item.num_bytes
-        blocks = [_worst_put(outcomes[at : at + size]) for at in range(0, len(outcomes), size)]
+        blocks = [
+            min(outcomes[at : at + size], key=lambda one: _WORST_PUT.index(one.status))
+            for at in range(0, len(outcomes), size)
+        ]
         for block in blocks:
             if block.status is PutStatus.STORED:
                 self.stats.flushed_blocks += 1
@@ -1019,7 +1020,8 @@ class Values:
                     read.outcome = GetOutcome(GetStatus.DAMAGED, str(error))
         blocks = []
         for key, slot, size, parts in zip(keys, slot_ids, sizes, of_block, strict=True):
-            blocks.append(_worst_get([read.outcome for read in parts]))
+            outcomes = [read.outcome for read in parts]
+            blocks.append(min(outcomes, key=lambda one: _WORST_GET.index(one.status)))
             if blocks[-1].status is not GetStatus.HIT:
                 continue
             if size != self._slices.size:
@@ -1117,14 +1119,6 @@ class Values:
 
 
 def _ignore(digest: bytes) -> None: ...
-
-
-def _worst_get(outcomes: Sequence[GetOutcome]) -> GetOutcome:
-    return min(outcomes, key=lambda outcome: _WORST_GET.index(outcome.status))
-
-
-def _worst_put(outcomes: Sequence[PutOutcome]) -> PutOutcome:
-    return min(outcomes, key=lambda outcome: _WORST_PUT.index(outcome.status))
 
 
 @asynccontextmanager
