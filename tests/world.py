@@ -93,6 +93,8 @@ class World:
         name: str = "",
         new: int = 0,
         uses_cache: bool = True,
+        priority: int = 0,
+        space: str = "",
         session_id: str = "",
     ) -> Request:
         self.num_requests += 1
@@ -100,9 +102,10 @@ class World:
             begin_request(
                 self.service,
                 name or f"request {self.num_requests}",
-                self.prompt(tokens),
+                Prompt.of(list(tokens), self.layout.block_size, space=space),
                 max_new_tokens=new,
                 uses_cache=uses_cache,
+                priority=priority,
                 session_id=session_id,
             )
         )
@@ -169,11 +172,9 @@ class World:
         await self.ended(request)
         return request.matched
 
-    async def computed(
-        self, tokens: Sequence[int], *, name: str = "", new: int = 0, uses_cache: bool = True
-    ) -> Request:
-        """Admitted, every cached byte checked, and the rest computed and committed."""
-        request = await self.admit(tokens, name=name, new=new, uses_cache=uses_cache)
+    async def computed(self, tokens: Sequence[int], **how: Any) -> Request:
+        """Admitted as `how` says, every cached byte checked, the rest computed and committed."""
+        request = await self.admit(tokens, **how)
         await self.prefill(request, tokens)
         return request
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.sessions import begin_request, resume_request
+from tests.sessions import resume_request
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
@@ -135,16 +135,7 @@ async def test_of_those_that_all_wait_to_grow_the_lowest_priority_yields_whoever
     None
 ):
     async with world(device_blocks=4, host_write=NONE) as here:
-        low, high = [
-            await begin_request(
-                here.service,
-                str(priority),
-                here.prompt(tokens(8, 100 * priority)),
-                max_new_tokens=0,
-                priority=priority,
-            )
-            for priority in (0, 5)
-        ]
+        low, high = await here.admit(tokens(8)), await here.admit(tokens(8, 100), priority=5)
         async with asyncio.TaskGroup() as group:
             grows = group.create_task(here.service.scheduler.growth.extend(high, 4))
             await turns(3)

@@ -303,20 +303,11 @@ def blocks_on_host(here: World) -> int:
     return here.service.index.match(here.prompt(PROMPT)).num_blocks
 
 
-async def test_the_next_group_is_asked_for_before_one_has_arrived_and_no_more() -> None:
-    async with fetching() as (_, store, _admitted):
-        await store.until_asked(2)
-        await turns(50)
-        assert len(store.gates) == 2
-        store.gates[0].set_result(GetStatus.HIT)
-        await store.until_asked(3)
-        for gate in store.gates[1:]:
-            gate.set_result(GetStatus.HIT)
-
-
-async def test_a_group_that_comes_before_the_one_before_it_waits_for_it() -> None:
+async def test_the_next_group_is_asked_for_before_one_has_arrived_and_waits_for_it() -> None:
     async with fetching() as (here, store, admitted):
         await store.until_asked(2)
+        await turns(50)
+        assert len(store.gates) == 2, "and no more"
         store.gates[1].set_result(GetStatus.HIT)
         await until(lambda: here.storage_stats.fetched_blocks == GROUP_BLOCKS)
         assert blocks_on_host(here) == 0

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.sessions import begin_request, publish_request
+from tests.sessions import publish_request
 from tests.simulated import simulated, simulated_world
 from tests.world import GQA, tokens, world
 from tierkv.cache.eviction import WritePolicy
@@ -55,13 +55,6 @@ async def test_a_copy_on_the_other_tier_stays_when_one_shrinks(tier: Tier) -> No
         await here.service.resize(tier, 8)
         matched = await here.run(tokens(31))  # checks every byte
         assert matched.total_tokens >= 28
-
-
-@pytest.mark.parametrize("capacity", [0, -1, 9])
-async def test_a_size_there_is_no_memory_for_is_refused(capacity: int) -> None:
-    async with world(device_blocks=8) as here:
-        with pytest.raises(ConfigError, match="1 to 8"):
-            await here.service.resize(Tier.DEVICE, capacity)
 
 
 async def test_a_reset_forgets_all_but_what_is_held() -> None:
@@ -243,8 +236,11 @@ async def test_what_is_published_never_passes_through_slots_of_the_cache() -> No
         assert (await on.run(tokens(31, 100))).host_tokens == 28
 
 
-async def test_a_host_size_without_memory_is_refused_and_says_what_to_do() -> None:
-    async with world(host_blocks=4) as on:
+async def test_a_size_without_memory_is_refused_and_says_what_to_do() -> None:
+    async with world(device_blocks=8, host_blocks=4) as on:
+        for capacity in (0, -1, 9):
+            with pytest.raises(ConfigError, match="1 to 8"):
+                await on.service.resize(Tier.DEVICE, capacity)
         with pytest.raises(ConfigError, match=r"1 to 4 blocks, not 5.*cache\.host_max_blocks"):
             await on.service.resize(Tier.HOST, 5)
     with pytest.raises(
@@ -341,9 +337,8 @@ async def test_a_shrink_of_a_large_cache_lets_others_go_on_and_misses_nothing_me
     async with world(device_blocks=4096, host_blocks=16, host_write=WritePolicy.NONE) as here:
         service, size = here.service, GQA.block_size
         for number in range(4000):
-            prompt = here.prompt([number, *range(size - 1)])
-            request = await begin_request(service, str(number), prompt, max_new_tokens=0)
-            await service.scheduler.commit(request, prompt.tokens)
+            request = await here.admit([number, *range(size - 1)])
+            await service.scheduler.commit(request, request.prompt.tokens)
             service.scheduler.end(request)
         host = service.tiers.eviction.acquire(Tier.HOST, 16)  # no copy ends meanwhile
         service.tiers.slots.lend(Tier.HOST, host)

@@ -12,10 +12,9 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled
-from tests.sessions import begin_request, resume_request
+from tests.sessions import resume_request
 from tests.world import GQA, World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import RequestAbortedError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request
@@ -80,12 +79,10 @@ async def test_of_a_burst_on_a_small_host_tier_nobody_computes_what_is_stored() 
 
 async def test_one_that_is_aborted_or_cancelled_between_two_portions_leaves_nothing() -> None:
     async with small_host() as node:
-        prompt, num_cancelled = node.prompt(LONG), 0
+        num_cancelled = 0
 
         async def admit() -> None:
-            node.service.scheduler.end(
-                await begin_request(node.service, "one", prompt, max_new_tokens=0)
-            )
+            node.service.scheduler.end(await node.admit(LONG, name="one"))
 
         for num_turns in range(0, 160, 8):
             admitting = asyncio.create_task(admit())
@@ -189,24 +186,13 @@ async def test_what_a_resumed_request_has_no_room_for_counts_as_missed_all_the_s
 
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
-
-
 ACME = replace(fingerprint(), tenant="acme")
-
-
 IDS = list(range(40))  # ten blocks
-
-
-async def computed(here: World, space: str, name: str = "one") -> Request:
-    prompt = Prompt.of(IDS, GQA.block_size, space=space)
-    request = await finish(begin_request(here.service, name, prompt, max_new_tokens=0))
-    await here.prefill(request, IDS)
-    return request
 
 
 async def test_what_was_preempted_keeps_as_much_as_the_host_takes() -> None:
     async with world(device_blocks=10, host_blocks=7, host_write=NONE) as here:
-        request = await computed(here, "")
+        request = await here.computed(IDS)
         here.service.scheduler.preempt(request)
         await here.settle()
         others = await here.admit(list(range(1000, 1040)), uses_cache=False)
@@ -224,10 +210,10 @@ async def test_a_tenant_fetches_a_prompt_without_more_of_the_host_than_its_quota
 ) -> None:
     async with world(host_write=NONE, storage_write=THROUGH, with_store=True) as here:
         acme = here.service.open_fingerprint(ACME)
-        await here.ended(await computed(here, acme))
+        await here.ended(await here.computed(IDS, space=acme))
         here.service.reset()
         here.service.set_quota(acme, (None, quota))
-        request = await computed(here, acme, "two")
+        request = await here.computed(IDS, space=acme)
         # The rest of it comes in portions; of the last block one token is computed.
         assert request.matched.storage_tokens // GQA.block_size == 9
         await here.ended(request)
@@ -237,15 +223,9 @@ async def test_a_tenant_fetches_a_prompt_without_more_of_the_host_than_its_quota
 async def test_a_prompt_longer_than_a_tenants_host_quota_is_stored_as_far_as_that_goes() -> None:
     async with world(host_write=NONE, storage_write=THROUGH, with_store=True) as here:
         acme = here.service.open_fingerprint(ACME, quota=(None, 6))
-        await here.ended(await computed(here, acme))
+        await here.ended(await here.computed(IDS, space=acme))
         assert here.storage_stats.flushed_blocks == 6
-        request = await finish(
-            begin_request(
-                here.service, "two", Prompt.of(IDS, GQA.block_size, space=acme), max_new_tokens=0
-            )
-        )
-        await finish(here.service.scheduler.commit(request, pack(IDS)))
-        await here.ended(request)
+        await here.ended(await here.computed(IDS, space=acme))
 
 
 async def test_what_the_fetch_before_took_is_part_of_the_deadline_of_its_portions() -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import pytest
 
 from tests.latch import finish, turns
-from tests.sessions import begin_request
 from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
@@ -21,26 +20,13 @@ NONE = WritePolicy.NONE
 ACME = dataclasses.replace(fingerprint(), tenant="acme")
 
 
-async def admit(
-    here: World, ids: list[int], name: str, *, space: str = "", priority: int = 0
-) -> Request:
-    prompt = Prompt.of(ids, here.layout.block_size, space=space)
-    return await begin_request(here.service, name, prompt, max_new_tokens=0, priority=priority)
-
-
-async def compute(here: World, ids: list[int], name: str, space: str) -> Request:
-    request = await finish(admit(here, ids, name, space=space))
-    await here.prefill(request, ids)
-    return request
-
-
 async def order_of(here: World, wanted: list[tuple[str, int, str]], running: Request) -> list[str]:
     """The order in which requests (name, priority, space) of the whole device are admitted."""
     found: list[str] = []
 
     async def one(number: int, name: str, priority: int, space: str) -> None:
         ids = tokens(16, 1000 * (number + 1))
-        request = await admit(here, ids, name, space=space, priority=priority)
+        request = await here.admit(ids, space=space, priority=priority)
         found.append(name)
         await turns(2)
         here.service.scheduler.end(request)
@@ -92,11 +78,10 @@ async def test_two_tenants_share_nothing_not_even_through_storage() -> None:
     async with world(with_store=True, storage_write=WritePolicy.WRITE_THROUGH) as here:
         acme = here.service.open_fingerprint(ACME)
         await here.run(tokens(10))
-        request = await finish(admit(here, tokens(10), "acme's", space=acme))
+        request = await here.computed(tokens(10), space=acme)
         assert request.cached_tokens == 0
-        await here.prefill(request, tokens(10))
         await here.ended(request)
-        again = await finish(admit(here, [*tokens(10), 1], "acme's again", space=acme))
+        again = await here.admit([*tokens(10), 1], space=acme)
         assert again.cached_tokens == 10
         await here.ended(again)
 
@@ -108,13 +93,13 @@ async def test_over_its_quota_a_tenant_evicts_its_own_blocks_only() -> None:
         await here.run(tokens(16))  # the oldest of all, and not touched
         for number in range(4):
             ids = tokens(8, 100 * (number + 1))
-            await here.ended(await compute(here, ids, f"acme {number}", acme))
+            await here.ended(await here.computed(ids, space=acme))
         space = here.service.index.spaces.root_of(Prompt.of([1], 4, space=acme)).space
         assert space.used[Tier.DEVICE] == 4
         assert here.service.index.match(here.prompt(tokens(16))).device_blocks == 4
         assert here.free_device_blocks == 4  # free, but not for acme
         with pytest.raises(RequestTooLargeError, match="quota of 4"):
-            await admit(here, tokens(20, 900), "too large", space=acme)
+            await here.admit(tokens(20, 900), space=acme)
 
 
 async def test_an_explanation_says_what_is_where_and_why_the_rest_is_not() -> None:
@@ -156,12 +141,12 @@ async def test_a_prompt_shorter_than_a_block_is_explained_across_fingerprints_to
 async def test_a_tenant_whose_quota_is_full_holds_up_itself_only() -> None:
     async with world(device_blocks=12, host_write=NONE) as on:
         acme = on.service.open_fingerprint(ACME, quota=(4, None))
-        first = await finish(admit(on, tokens(12), "first", space=acme))
+        first = await on.admit(tokens(12), space=acme)
         async with asyncio.TaskGroup() as group:
-            second = group.create_task(admit(on, tokens(8, 100), "second", space=acme))
-            third = group.create_task(admit(on, tokens(4, 200), "third", space=acme))
+            second = group.create_task(on.admit(tokens(8, 100), space=acme))
+            third = group.create_task(on.admit(tokens(4, 200), space=acme))
             await turns(5)
-            other = await finish(admit(on, tokens(16), "other"))  # there is room for it
+            other = await on.admit(tokens(16))  # there is room for it
             assert not second.done()
             assert not third.done(), "a small one of the same tenant overtook"
             on.service.scheduler.end(first)
@@ -171,13 +156,13 @@ async def test_a_tenant_whose_quota_is_full_holds_up_itself_only() -> None:
 async def test_one_that_grows_into_its_quota_holds_up_its_tenant_only() -> None:
     async with world(device_blocks=16, host_write=NONE) as on:
         acme = on.service.open_fingerprint(ACME, quota=(4, None))
-        one = await finish(admit(on, tokens(8), "one", space=acme))
-        two = await finish(admit(on, tokens(8, 100), "two", space=acme))
+        one = await on.admit(tokens(8), space=acme)
+        two = await on.admit(tokens(8, 100), space=acme)
         async with asyncio.TaskGroup() as group:
             grows = group.create_task(on.service.scheduler.growth.extend(one, 4))
             await turns(5)
-            small = group.create_task(admit(on, tokens(4, 200), "small", space=acme))
-            other = await finish(admit(on, tokens(16), "other"))  # there is room for it
+            small = group.create_task(on.admit(tokens(4, 200), space=acme))
+            other = await on.admit(tokens(16))  # there is room for it
             await turns(5)
             assert not grows.done()
             assert not small.done()
@@ -190,13 +175,13 @@ async def test_one_that_grows_into_its_quota_holds_up_its_tenant_only() -> None:
 async def test_what_a_tenant_got_without_waiting_counts_when_turns_are_taken() -> None:
     async with world(device_blocks=16, host_write=NONE) as on:
         acme = on.service.open_fingerprint(ACME)
-        big = await finish(admit(on, tokens(32), "big", space=acme))  # at once: nobody waits
-        small = await finish(admit(on, tokens(4, 100), "small"))
+        big = await on.admit(tokens(32), space=acme)  # at once: nobody waits
+        small = await on.admit(tokens(4, 100))
         on.service.pause()
         order: list[str] = []
 
         async def run(name: str, base: int, space: str) -> None:
-            request = await admit(on, tokens(4, base), name, space=space)
+            request = await on.admit(tokens(4, base), space=space)
             order.append(name)
             on.service.scheduler.end(request)
 
@@ -214,7 +199,7 @@ async def test_a_device_full_of_pins_lets_requests_in_as_they_end() -> None:
     async with world(device_blocks=4, host_write=NONE) as on:
         await on.run(tokens(16))
         assert on.service.pin("all", on.prompt(tokens(16)), 1000.0) == 4
-        waits = asyncio.ensure_future(admit(on, tokens(8, 100), "waits"))
+        waits = asyncio.ensure_future(on.admit(tokens(8, 100)))
         await turns(20)
         assert not waits.done()
         assert on.service.verify() == []
@@ -222,7 +207,7 @@ async def test_a_device_full_of_pins_lets_requests_in_as_they_end() -> None:
         request = await finish(waits)
         assert on.service.pin("all", on.prompt(tokens(8)), 0.02) == 2
         await on.prefill(request, tokens(8, 100))
-        waits = asyncio.ensure_future(admit(on, tokens(8, 200), "more"))
+        waits = asyncio.ensure_future(on.admit(tokens(8, 200)))
         await finish(waits)  # the pin's time is up
         await on.ended(request, waits.result())
 
@@ -231,7 +216,7 @@ async def test_the_only_one_that_runs_does_not_wait_for_pins_to_grow() -> None:
     async with world(device_blocks=4, host_write=NONE) as on:
         await on.run(tokens(8))
         on.service.pin("half", on.prompt(tokens(8)), 1000.0)
-        request = await finish(admit(on, tokens(8, 100), "grows"))
+        request = await on.admit(tokens(8, 100))
         with pytest.raises(OutOfBlocksError):
             await finish(on.service.scheduler.growth.extend(request, 4))
         await on.ended(request)
@@ -242,16 +227,16 @@ async def test_one_whose_quota_is_raised_while_it_grows_waits_for_the_device_lik
 ):
     async with world(device_blocks=8, host_write=NONE) as on:
         acme = on.service.open_fingerprint(ACME, quota=(3, None))
-        one = await finish(admit(on, tokens(8), "one", space=acme))
-        two = await finish(admit(on, tokens(4, 100), "two", space=acme))
-        other = await finish(admit(on, tokens(16, 200), "other"))
+        one = await on.admit(tokens(8), space=acme)
+        two = await on.admit(tokens(4, 100), space=acme)
+        other = await on.admit(tokens(16, 200))
         async with asyncio.TaskGroup() as group:
             grows = group.create_task(on.service.scheduler.growth.extend(one, 4))
             await turns(5)
-            small = await finish(admit(on, tokens(4, 300), "small"))  # the last free block
+            small = await on.admit(tokens(4, 300))  # the last free block
             on.service.set_quota(acme, (None, None))
             await turns(5)
-            late = group.create_task(admit(on, tokens(4, 400), "late"))
+            late = group.create_task(on.admit(tokens(4, 400)))
             await turns(5)
             on.service.scheduler.end(small)
             await finish(grows)

@@ -46,12 +46,23 @@ async def test_of_two_that_bring_one_back_one_is_refused() -> None:
         await on.ended(back[0])
 
 
-async def test_a_return_that_is_aborted_can_be_tried_again() -> None:
+@pytest.mark.parametrize("is_abandoned", [True, False])
+async def test_a_return_that_is_abandoned_leaves_nothing_and_an_aborted_one_can_be_tried_again(
+    *, is_abandoned: bool
+) -> None:
     async with world(device_blocks=4) as on:
         request = await preempted(on, tokens(8))
         other = await on.admit(tokens(16, 100))
         comes_back = asyncio.ensure_future(resume_request(on.service, request, max_new_tokens=0))
         await turns(5)
+        if is_abandoned:
+            on.service.scheduler.abandon(request)
+            on.service.scheduler.end(other)
+            with pytest.raises(OwnershipError):
+                await finish(comes_back)
+            assert on.service.stats().running_requests == 0
+            await on.settle()
+            return
         assert on.service.abort("moves")
         with pytest.raises(RequestAbortedError):
             await finish(comes_back)
@@ -133,20 +144,6 @@ async def test_another_store_is_not_believed_to_have_what_the_one_before_had() -
         await on.run(tokens(16))
         await on.settle()
         assert await other.exists(names) == 4
-
-
-async def test_one_that_is_abandoned_while_it_comes_back_leaves_nothing_running() -> None:
-    async with world(device_blocks=4, host_write=NONE) as on:
-        request = await preempted(on, tokens(8))
-        other = await on.admit(tokens(16, 100))
-        comes_back = asyncio.ensure_future(resume_request(on.service, request, max_new_tokens=0))
-        await turns(5)
-        on.service.scheduler.abandon(request)
-        on.service.scheduler.end(other)
-        with pytest.raises(OwnershipError):
-            await finish(comes_back)
-        assert on.service.stats().running_requests == 0
-        await on.settle()
 
 
 async def test_a_tail_is_not_cached_if_the_blocks_above_it_are_on_their_way_for_another() -> None:

@@ -119,25 +119,13 @@ async def test_nobody_waits_while_the_engines_speed_is_not_known() -> None:
         await here.ended(owner, request)
 
 
-async def test_who_waits_for_blocks_does_not_hold_up_those_behind() -> None:
-    async with world() as here:
-        slow(here)
-        owner = await here.admit(tokens(16))
-        async with asyncio.TaskGroup() as group:
-            waits = await waiting(here, group, [*tokens(16), 99])
-            here.service.scheduler.end(await here.admit(tokens(16, 500)))
-            assert not waits.done()
-            here.service.scheduler.end(owner)
-            here.service.scheduler.end(await finish(waits))
-        await here.settle()
-
-
-async def test_an_owner_that_needs_room_gets_it_while_others_wait_for_it() -> None:
+async def test_who_waits_for_blocks_holds_up_neither_those_behind_nor_an_owner_that_grows() -> None:
     async with world(device_blocks=6) as here:
         slow(here)
         owner = await here.admit(tokens(16))
         async with asyncio.TaskGroup() as group:
             waits = await waiting(here, group, [*tokens(12), 99])
+            here.service.scheduler.end(await here.admit(tokens(8, 500)))
             await finish(here.service.scheduler.growth.extend(owner, 8))
             assert len(owner.block_table) == 6
             assert not waits.done()

@@ -217,10 +217,14 @@ async def num_stored(here: World) -> int:
     return sum(found)
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.8 * LEAVING_PATIENCE_S])
 @simulated
-async def test_a_host_that_shrinks_stores_first_what_write_back_promises() -> None:
+async def test_a_host_that_shrinks_stores_first_what_write_back_promises(delay_s: float) -> None:
+    """It waits for a slow store as long as that takes something."""
     async with full_host() as here:
+        here.the_store.delay_s = delay_s
         await here.service.resize(Tier.HOST, 2)
+        here.the_store.delay_s = 0.0
         left = here.service.index.spaces.root.space.used[Tier.HOST]
         assert await num_stored(here) + left >= 16, "nothing is nowhere"
         assert await num_stored(here) >= 14
@@ -266,15 +270,6 @@ async def test_a_store_that_takes_nothing_holds_no_shrink_up(fault: str) -> None
         here.the_store.release()
         await here.settle()
         assert await num_stored(here) == 0
-
-
-@simulated
-async def test_a_shrink_waits_for_a_slow_store_as_long_as_that_takes_something() -> None:
-    async with full_host() as here:
-        here.the_store.delay_s = 0.8 * LEAVING_PATIENCE_S
-        await here.service.resize(Tier.HOST, 2)
-        here.the_store.delay_s = 0.0
-        assert await num_stored(here) >= 14
 
 
 @simulated

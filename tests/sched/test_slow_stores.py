@@ -9,7 +9,6 @@ import random
 import numpy as np
 import pytest
 
-from tests.sessions import begin_request
 from tests.simulated import simulate, simulated, simulated_world
 from tests.world import World, tokens
 from tierkv.cache.eviction import WritePolicy
@@ -28,7 +27,7 @@ async def longest_admission(here: World, num_requests: int, num_tokens: int = 16
     for number in range(num_requests):
         ids = tokens(num_tokens, 100 * (number % 20))
         began = loop.time()
-        request = await begin_request(here.service, str(number), here.prompt(ids), max_new_tokens=0)
+        request = await here.admit(ids)
         longest = max(longest, loop.time() - began)
         await request.gate.all_layers(100.0)
         await here.commit(request, ids, request.cached_tokens)
@@ -152,9 +151,7 @@ async def total_time(here: World, *, uses_cache: bool) -> float:
         for number, size in work:
             ids = tokens(size, 1000 * number)
             began = loop.time()
-            request = await begin_request(
-                here.service, str(number), here.prompt(ids), max_new_tokens=0, uses_cache=uses_cache
-            )
+            request = await here.admit(ids, uses_cache=uses_cache)
             await asyncio.sleep(size / 1000)
             took += loop.time() - began
             await here.service.scheduler.commit(request, pack(ids))
@@ -198,9 +195,7 @@ async def test_blocks_that_a_store_is_slow_to_take_leave_the_device_at_once() ->
     ) as here:
         for base, delay_s in ((0, 1.0), (100, 100.0)):
             here.the_store.delay_s = delay_s
-            request = await here.computed(tokens(8, base), uses_cache=False)
-            here.service.scheduler.end(request)
-            await asyncio.sleep(0.1)
+            await computed(here, tokens(8, base))
         here.service.note_prefill(1000, 0.01)
         began = asyncio.get_running_loop().time()
         request = await here.admit(tokens(56, 1000), uses_cache=False)

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.sessions import begin_request, resume_request
-from tests.world import GQA, World, fingerprint, tokens, world
+from tests.sessions import resume_request
+from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
@@ -24,10 +24,8 @@ from tierkv.sched.request import Request
 NONE = WritePolicy.NONE
 
 
-async def admit(here: World, tenant: str, prompt: list[int], name: str = "r") -> Request:
-    space = here.service.space_of_tenant(tenant)
-    whole = Prompt.of(prompt, GQA.block_size, space=space)
-    return await finish(begin_request(here.service, f"{tenant} {name}", whole, max_new_tokens=0))
+async def admit(here: World, tenant: str, prompt: list[int], name: str = "") -> Request:
+    return await here.admit(prompt, name=name, space=here.service.space_of_tenant(tenant))
 
 
 async def run(here: World, tenant: str, prompt: list[int]) -> int:
@@ -71,7 +69,7 @@ async def test_closing_frees_the_blocks_and_is_refused_while_in_use() -> None:
         assert here.free_device_blocks == used + 4
         assert here.service.verify() == []
         with pytest.raises(BadRequestError, match="is not open"):
-            await begin_request(here.service, "x", Prompt.of([1], 4, space=space), max_new_tokens=0)
+            await here.admit([1], space=space)
         for name in (space, ""):
             with pytest.raises(BadRequestError):
                 here.service.close_fingerprint(name)
@@ -105,10 +103,7 @@ async def test_an_operator_is_told_the_field_that_differs_and_a_tenant_is_not() 
         here.service.open_fingerprint(fingerprint(revision="2"))
         prompt = here.prompt(tokens(8))
         [other] = [s.name for s in here.service.index.spaces.all() if s.name]
-        elsewhere = Prompt.of(tokens(8), 4, space=other)
-        request = await begin_request(here.service, "r", elsewhere, max_new_tokens=0)
-        await here.service.scheduler.commit(request, pack(tokens(8)))
-        await here.ended(request)
+        await here.ended(await here.computed(tokens(8), space=other))
         quiet = here.service.explain(prompt)
         assert (quiet.reason, quiet.detail) == (
             "fingerprint differs",
@@ -212,8 +207,8 @@ async def test_a_tenant_whose_request_runs_or_is_preempted_is_not_closed_for_oth
         elif ends == "abandoned":
             here.service.scheduler.abandon(request)
         else:
-            assert here.service.abort("a one")
-            assert not here.service.abort("a one")
+            assert here.service.abort("one")
+            assert not here.service.abort("one")
             with pytest.raises(OwnershipError, match="preempted"):
                 await resume_request(here.service, request, max_new_tokens=0)
         await here.settle()

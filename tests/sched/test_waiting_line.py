@@ -9,9 +9,8 @@ import time
 import pytest
 
 from tests.latch import until
-from tests.sessions import begin_request
 from tests.simulated import simulated
-from tests.world import GQA, World, world
+from tests.world import world
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.sched.fair_queue import MAX_PASSED_OVER, Waiting, WaitingLine
@@ -116,17 +115,14 @@ async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) 
     assert line.next(anybody) is None
 
 
-async def run_one(here: World, name: str, space: str = "") -> None:
-    prompt = Prompt.of([int(name) % 7] * 4, GQA.block_size, space=space)
-    request = await begin_request(here.service, name, prompt, max_new_tokens=0)
-    here.service.scheduler.end(request)
-
-
 async def test_ten_thousand_wait_and_the_loop_goes_round_between_them() -> None:
     async with world(device_blocks=8) as here:
         service = here.service
         service.pause()
         most = 0
+
+        async def run_one(number: int) -> None:
+            service.scheduler.end(await here.admit([number % 7] * 4))
 
         async def watch() -> None:
             nonlocal most
@@ -138,7 +134,7 @@ async def test_ten_thousand_wait_and_the_loop_goes_round_between_them() -> None:
 
         async with asyncio.timeout(100), asyncio.TaskGroup() as group:
             for number in range(MANY):
-                group.create_task(run_one(here, str(number)))
+                group.create_task(run_one(number))
             await until(lambda: service.scheduler.num_waiting == MANY)
             group.create_task(watch())
             service.unpause()

@@ -12,11 +12,10 @@ from dataclasses import replace
 import pytest
 
 from tests.latch import turns, until
-from tests.sessions import begin_request, claim_request, publish_request
+from tests.sessions import claim_request, publish_request
 from tests.simulated import simulate, simulated_world
-from tests.world import GQA, World, fingerprint, tokens
+from tests.world import World, fingerprint, tokens
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt
 from tierkv.errors import OutOfBlocksError, RequestAbortedError
 from tierkv.sched.request import Request
 
@@ -38,12 +37,7 @@ def play(scene: Scene, **settings: object) -> None:
 
 async def whole(here: World, ids: list[int], name: str, space: str = "") -> None:
     """A request from its admission to its end, and all that its blocks set going."""
-    prompt = Prompt.of(ids, GQA.block_size, space=space)
-    request = await begin_request(here.service, name, prompt, max_new_tokens=0)
-    await request.gate.all_layers(100.0)
-    here.check_kv(request, ids, request.cached_tokens)
-    await here.commit(request, ids, request.cached_tokens)
-    here.service.scheduler.end(request)
+    here.service.scheduler.end(await here.computed(ids, name=name, space=space))
     while here.service.tiers.work.num_tasks:
         await here.service.tiers.work.next_change()
 
@@ -145,8 +139,7 @@ def test_a_tenant_whose_waiting_requests_fill_its_quota_goes_on_while_others_run
         others = await here.admit(tokens(8, 9000))  # runs all the while
 
         async def again(name: str) -> None:  # half of it is cached, and held while it waits
-            prompt = Prompt.of(prompts[name], GQA.block_size, space=acme)
-            request = await begin_request(here.service, name, prompt, max_new_tokens=0)
+            request = await here.admit(prompts[name], space=acme)
             await request.gate.all_layers(100.0)
             here.service.scheduler.end(request)
 
