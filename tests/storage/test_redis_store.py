@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import random
-import re
 import socket
 import ssl
 import time
@@ -28,22 +27,18 @@ from tests.storage.values import (
     cancelled_after,
     content_of,
     get_one,
+    guarded,
     landing,
     put_one,
     redis_store,
 )
 from tierkv.cli.storage import storage
-from tierkv.clock import SystemClock
-from tierkv.errors import (
-    StoreRefusedError,
-    StoreUnavailableError,
-)
+from tierkv.errors import StoreRefusedError, StoreUnavailableError
 from tierkv.storage import guard
-from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import TlsFiles
-from tierkv.storage.redis.wire import Address, open_pipe
+from tierkv.storage.redis.wire import Address, PlainPipe, open_pipe
 
 NAMES = [f"t:f:{index:03}:0" for index in range(100)]
 
@@ -79,17 +74,6 @@ async def test_a_black_hole_costs_one_deadline() -> None:
         with ends_within(0.25, after=0.2):
             sentence = await refusal(f"redis://127.0.0.1:{port}", settings)
     assert "did not answer within 250 ms" in sentence
-
-
-async def test_a_server_of_another_kind_is_recognised() -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(100)
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        assert "does not use the Redis protocol" in await refusal(f"redis://127.0.0.1:{port}")
 
 
 async def test_a_frozen_server_costs_a_batch_one_deadline_however_long_it_is(
@@ -153,13 +137,6 @@ async def refused(work: object) -> str:
     return str(caught.value)
 
 
-@pytest.fixture
-def mortal_redis() -> Iterator[RedisServer]:
-    """Yield a server that the test may kill."""
-    with redis_server() as server:
-        yield server
-
-
 async def test_an_idle_connection_shows_that_it_is_in_use(empty_redis: RedisServer) -> None:
     """Without keepalive a firewall drops an idle connection, and the next request is lost."""
     pipe = await open_pipe(Address("127.0.0.1", empty_redis.port), None)
@@ -189,7 +166,7 @@ async def test_addresses_and_passwords_of_any_spelling_reach_the_server(tmp_path
             ]
         for url in urls:
             store = redis_store(url)
-            async with store.running(), store.notifier().running():
+            async with store.running():
                 assert await put_one(store, "t:f:1:0", b"value") is PutStatus.STORED, url
                 assert await get_one(store, "t:f:1:0", 5) == (GetStatus.HIT, b"value")
                 assert await store.usage("t:f") == Usage(1, 5)
@@ -201,10 +178,7 @@ async def test_addresses_and_passwords_of_any_spelling_reach_the_server(tmp_path
 
 
 async def test_connections_are_bounded_and_closed_at_the_end(empty_redis: RedisServer) -> None:
-    settings = RedisSettings(
-        num_connections=3, write_connections=2, timeout_s=100.0, connect_timeout_s=50.0
-    )
-    store = redis_store(empty_redis.url, settings)
+    store = redis_store(empty_redis.url, replace(PATIENT, num_connections=3, write_connections=2))
     async with store.running():
         async with asyncio.TaskGroup() as group:
             for start in range(50):
@@ -214,18 +188,13 @@ async def test_connections_are_bounded_and_closed_at_the_end(empty_redis: RedisS
                 group.create_task(store.get_into([landing(name, 1)[0] for name in NAMES]))
         assert await asyncio.to_thread(empty_redis.num_connections) == 3 + 2 + 1
     async with asyncio.timeout(5):
-        while await asyncio.to_thread(
-            empty_redis.num_connections
-        ):  # the server notices closed connections late
-            pass
+        while await asyncio.to_thread(empty_redis.num_connections):
+            pass  # the server notices closed connections late
 
 
-async def test_a_turn_of_the_loop_sends_a_bounded_number_of_bytes(
-    empty_redis: RedisServer,
-) -> None:
+async def test_a_turn_of_the_loop_sends_a_bounded_number_of_bytes(empty_redis: RedisServer) -> None:
     """The limit holds for any number of connections, so that other work on the loop can run."""
-    settings = RedisSettings(write_connections=16, timeout_s=100.0, connect_timeout_s=50.0)
-    store = redis_store(empty_redis.url, settings)
+    store = redis_store(empty_redis.url, replace(PATIENT, write_connections=16))
     items = [PutItem(f"t:f:{i}:0", (bytes(1 << 20),)) for i in range(64)]
     most = 0
     async with store.running():
@@ -239,52 +208,18 @@ async def test_a_turn_of_the_loop_sends_a_bounded_number_of_bytes(
     assert 0 < most <= 2 << 20, "what one turn begins with, and what tasks do in it"
 
 
-@pytest.mark.parametrize(
-    ("only_new", "status"), [(True, PutStatus.FAILED), (False, PutStatus.EXISTED)]
-)
-async def test_who_wrote_a_value_that_must_be_new_is_not_told_that_it_existed(
-    only_new: bool, status: PutStatus
-) -> None:
-    """The first reply is lost with its connection.
-
-    A second attempt finds the value of the first.
-    """
-    num_sets = 0
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal num_sets
-        while command := await reader.read(4096):
-            is_set = b"$3\r\nSET\r\n" in command
-            if is_set:
-                num_sets += 1
-                if num_sets == 1:
-                    break
-            num_commands = len(re.findall(rb"^\*", command, re.MULTILINE))
-            writer.write(b"$-1\r\n" if is_set else b"+PONG\r\n" * num_commands)
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        store = redis_store(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        async with store.running():
-            assert await put_one(store, NAMES[0], b"x", only_new=only_new) is status
-
-
 async def test_a_server_that_takes_no_more_connections_serves_over_those_it_has() -> None:
     with redis_server("--maxclients", "10") as server, ExitStack() as others:
-        settings = RedisSettings(
-            num_connections=4, write_connections=4, timeout_s=100.0, connect_timeout_s=50.0
-        )
-        store = redis_store(server.url, settings)
+        store = redis_store(server.url, replace(PATIENT, num_connections=4, write_connections=4))
         async with store.running():
             assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
             assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
 
             def fill() -> None:
+                address = ("127.0.0.1", server.port)
                 with suppress(OSError):
                     for _ in range(20):
-                        client = others.enter_context(
-                            socket.create_connection(("127.0.0.1", server.port))
-                        )
+                        client = others.enter_context(socket.create_connection(address))
                         client.sendall(b"PING\r\n")
                         if not client.recv(5).startswith(b"+PONG"):
                             break
@@ -310,9 +245,8 @@ async def test_more_callers_than_can_wait_are_turned_away(empty_redis: RedisServ
             empty_redis.resume()
         sentences = [question.result() for question in questions]
         # 16,384 requests wait, and 64 are in flight if there was a connection.
-        assert (
-            sum("16384 requests waiting" in sentence for sentence in sentences) >= 17_000 - 16_448
-        )
+        turned_away = sum("16384 requests waiting" in sentence for sentence in sentences)
+        assert turned_away >= 17_000 - 16_448
         assert sum("did not answer" in sentence for sentence in sentences) >= 16_384
         await store.ping()
 
@@ -328,23 +262,22 @@ async def test_more_callers_than_can_wait_are_turned_away(empty_redis: RedisServ
     ],
 )
 async def test_a_server_that_refuses_writes_and_changes_is_still_read(
-    mortal_redis: RedisServer, command: str, refuses_changes: bool
+    command: str, refuses_changes: bool
 ) -> None:
-    inner = redis_store(mortal_redis.url)
-    patient = ResilienceSettings(timeout_s=100.0, write_timeout_s=100.0)
-    store = GuardedStore(inner, patient, SystemClock())
-    async with store.running():
-        assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
-        await asyncio.to_thread(mortal_redis.execute, *command.split())
-        for _ in range(10 * refuses_changes):
-            with pytest.raises(StoreRefusedError, match="refused PEXPIRE"):
-                await store.touch(NAMES[:1], ttl_s=60)
-            with pytest.raises(StoreRefusedError, match="refused UNLINK"):
-                await store.delete(NAMES[:1])
-        for name in NAMES[1:50]:
-            assert await put_one(store, name, bytes((1 << 20) + 1)) is PutStatus.FULL
-        assert store.health.num_opened == 0
-        assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
+    with redis_server() as server:
+        store = guarded(redis_store(server.url))
+        async with store.running():
+            assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
+            await asyncio.to_thread(server.execute, *command.split())
+            for _ in range(10 * refuses_changes):
+                with pytest.raises(StoreRefusedError, match="refused PEXPIRE"):
+                    await store.touch(NAMES[:1], ttl_s=60)
+                with pytest.raises(StoreRefusedError, match="refused UNLINK"):
+                    await store.delete(NAMES[:1])
+            for name in NAMES[1:50]:
+                assert await put_one(store, name, bytes((1 << 20) + 1)) is PutStatus.FULL
+            assert store.health.num_opened == 0
+            assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
 
 
 def test_the_command_line_takes_the_files_for_tls(tls_redis: str, certificates: Path) -> None:
@@ -403,13 +336,11 @@ async def test_a_digest_is_of_the_try_that_brought_the_value(
     empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first attempt receives a part of the value before its connection is closed."""
-    monkeypatch.setattr(
-        guard, "_RETRY_WITHIN_S", 100.0
-    )  # a late failure is not tried again otherwise
+    # Otherwise a late failure is not tried again.
+    monkeypatch.setattr(guard, "_RETRY_WITHIN_S", 100.0)
     content = content_of("a", 1 << 20)
     async with redis_proxy(empty_redis.port) as proxy:
-        patient = ResilienceSettings(timeout_s=100.0, write_timeout_s=100.0)
-        store = GuardedStore(redis_store(proxy.url), patient, SystemClock())
+        store = guarded(redis_store(proxy.url))
         async with store.running():
             await put_one(store, "t:f:a:0", content)
             digests: list[Taken] = []
@@ -441,3 +372,70 @@ async def test_no_batch_is_too_large_and_many_at_once_all_have_their_turn(
         touches = [group.create_task(store.touch(names[:1_000], ttl_s=60.0)) for _ in range(8)]
     assert {touch.result() for touch in touches} == {1_000}
     assert await store.delete(names) == len(names)
+
+
+# A host name with several addresses, some of which do not answer
+
+
+@contextmanager
+def deaf(port: int) -> Iterator[str]:
+    """Yield an address that neither accepts nor refuses connections: its backlog is full."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.2", port))
+        listener.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.2", port))
+        yield "127.0.0.2"
+
+
+async def connect(monkeypatch: pytest.MonkeyPatch, port: int, *addresses: str) -> None:
+    async def resolved(_: object, host: str, port: int, **__: object) -> list[object]:
+        found = addresses if host == "kv.example" else (host,)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in found]
+
+    monkeypatch.setattr(type(asyncio.get_running_loop()), "getaddrinfo", resolved)
+    async with redis_store(f"redis://kv.example:{port}").running():
+        pass
+
+
+async def test_an_address_that_never_answers_does_not_use_up_the_time_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with redis_server() as server, deaf(server.port) as nobody:
+        async with asyncio.timeout(PATIENT.connect_timeout_s / 2):
+            await connect(monkeypatch, server.port, nobody, "127.0.0.1")
+
+
+async def test_a_cancel_leaves_no_attempt_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with redis_server() as server, deaf(server.port) as nobody:
+        before = asyncio.all_tasks()
+        connecting = asyncio.create_task(connect(monkeypatch, server.port, nobody, nobody))
+        await asyncio.sleep(0.15)  # connections to both addresses are being tried
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        assert asyncio.all_tasks() == before
+
+
+class Leading(socket.socket):
+    """A socket whose peer a test sets; None for a connection that has ended."""
+
+    peer: str | None = None
+
+    def getpeername(self) -> tuple[str, int]:
+        if self.peer is None:
+            raise OSError("not connected any more")
+        return self.peer, 6379
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_local"), [("127.0.0.1", True), ("192.0.2.1", False), (None, False)]
+)
+def test_a_connection_within_this_machine_is_known(peer: str | None, *, is_local: bool) -> None:
+    with Leading(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.peer = peer
+        assert PlainPipe(sock).is_local is is_local

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from tests.faulty import FaultyStore
-from tierkv.clock import SystemClock
+from tierkv.clock import Clock, SystemClock
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.places import Places
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store
@@ -44,6 +45,12 @@ def redis_store(url: str, settings: RedisSettings = PATIENT) -> RedisStore:
 
 def memory() -> FaultyStore:
     return FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
+
+
+def guarded(inner: Store, clock: Clock | None = None, **settings: float) -> GuardedStore:
+    """Return a guard around `inner`, with deadlines that a busy machine does not miss."""
+    chosen = {"timeout_s": 20.0, "write_timeout_s": 20.0} | settings
+    return GuardedStore(inner, ResilienceSettings(**chosen), clock or SystemClock())  # type: ignore[arg-type]
 
 
 def landing(name: str, *sizes: int) -> tuple[GetItem, list[bytearray]]:
