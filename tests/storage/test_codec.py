@@ -1,12 +1,13 @@
-"""Headers of stored blocks, for each `Trust`.
+"""Headers of stored blocks, and small values that are bound to their names, for each `Trust`.
 
-Changed bytes, forged values and values of other blocks are detected. Sealed bytes are encrypted.
-The format is that of the document.
+Changed bytes, forged values, and values of other blocks or under another name are detected. Sealed
+bytes are encrypted. The format is that of the document.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from tierkv.storage.codec import (
     PlainCodec,
     SealedCodec,
     SignedCodec,
+    SmallCodec,
     Trust,
     ValueIdentity,
     codec_for,
@@ -34,6 +36,8 @@ pytest.importorskip("cryptography", reason="needs the extra untrusted")
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 IDENTITY = ValueIdentity(bytes(range(100, 132)), KEY, 16)
+KEYED = (Trust.SIGNED, Trust.SEALED)
+NAME, CONTENT = "tierkv:ticket:1", b"a ticket, as it is"
 payloads = st.binary(min_size=0, max_size=4_096)
 
 
@@ -150,11 +154,12 @@ def test_a_sealed_value_shows_nothing_and_differs_each_time() -> None:
     assert bytes(first[1]) != bytes(second[1])
 
 
-@pytest.mark.parametrize("trust", [Trust.SIGNED, Trust.SEALED])
-def test_a_key_of_another_length_is_refused(trust: Trust) -> None:
+@pytest.mark.parametrize("make", [codec_for, SmallCodec])
+@pytest.mark.parametrize("trust", KEYED)
+def test_a_key_of_another_length_is_refused(trust: Trust, make: Callable[..., object]) -> None:
     for key in (None, b"", b"short", bytes(33)):
-        with pytest.raises(ConfigError, match="32 bytes"):
-            codec_for(trust, key)
+        with pytest.raises(ConfigError, match="needs a key of 32 bytes"):
+            make(trust, key)
 
 
 @pytest.mark.parametrize(
@@ -188,3 +193,51 @@ def test_a_header_that_is_made_later_is_the_same_and_made_once(num_bytes: int) -
     later()
     payload[-1] = 7
     assert later.content == encode(bytes(payload))
+
+
+# Small values
+
+
+@pytest.mark.parametrize("trust", Trust)
+@pytest.mark.parametrize("content", [b"", CONTENT, bytes(100_000)])
+def test_what_was_sealed_for_a_name_comes_back_under_it(trust: Trust, content: bytes) -> None:
+    """Whoever has the same key reads it."""
+    value = SmallCodec(trust, KEY).seal_small(NAME, content)
+    assert SmallCodec(trust, KEY).unseal_small(NAME, value) == content
+    assert len(value) - len(content) <= 56
+    if trust is Trust.TRUSTED:
+        assert value == content
+
+
+@pytest.mark.parametrize("trust", KEYED)
+def test_every_change_of_a_small_value_is_found(trust: Trust) -> None:
+    codec = SmallCodec(trust, KEY)
+    value = codec.seal_small(NAME, CONTENT)
+    changed = [value[:end] for end in range(len(value))] + [value + b"\0"]
+    for bit in range(8 * len(value)):
+        flipped = bytearray(value)
+        flipped[bit // 8] ^= 1 << bit % 8
+        changed.append(bytes(flipped))
+    for wrong in changed:
+        with pytest.raises(DamagedValueError):
+            codec.unseal_small(NAME, wrong)
+
+
+@pytest.mark.parametrize("trust", KEYED)
+def test_a_small_value_of_another_name_key_or_trust_is_refused(trust: Trust) -> None:
+    codec, [other_trust] = SmallCodec(trust, KEY), set(KEYED) - {trust}
+    for wrong in (
+        codec.seal_small("tierkv:ticket:2", CONTENT),
+        SmallCodec(trust, OTHER_KEY).seal_small(NAME, CONTENT),
+        SmallCodec(other_trust, KEY).seal_small(NAME, CONTENT),
+        CONTENT * 4,
+    ):
+        with pytest.raises(DamagedValueError):
+            codec.unseal_small(NAME, wrong)
+
+
+def test_a_sealed_small_value_does_not_show_its_content_and_is_never_the_same_twice() -> None:
+    codec = SmallCodec(Trust.SEALED, KEY)
+    values = {codec.seal_small(NAME, CONTENT) for _ in range(100)}
+    assert len(values) == 100
+    assert not any(CONTENT in value for value in values)

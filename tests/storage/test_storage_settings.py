@@ -13,7 +13,7 @@ from tierkv.api.settings import NodeSettings
 from tierkv.config import load
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.storage.codec import SealedCodec, SignedCodec, Trust
+from tierkv.storage.codec import SealedCodec, SignedCodec, SmallCodec, Trust
 from tierkv.storage.guard import GuardedStore
 from tierkv.storage.protocol import BreakerState
 
@@ -86,6 +86,8 @@ def test_the_key_comes_from_a_file_or_from_the_environment(tmp_path: Path) -> No
     assert sealed.trust is Trust.SEALED
     assert isinstance(sealed.codecs()("f" * 16), SealedCodec)
     assert KEY not in repr(sealed)
+    value = sealed.small_codec().seal_small("tierkv:ticket:1", b"a ticket")
+    assert SmallCodec(Trust.SEALED, bytes.fromhex(KEY)).unseal_small("tierkv:ticket:1", value)
 
 
 @pytest.mark.parametrize(
