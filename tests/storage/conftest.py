@@ -12,6 +12,7 @@ import pytest
 from tests.mooncake_server import empty_mooncake, module_mooncake  # noqa: F401 - fixtures
 from tests.redis_groups import empty_cluster, module_cluster  # noqa: F401 - fixtures
 from tests.redis_server import empty_redis, free_port, module_redis, redis_server  # noqa: F401
+from tests.storage.values import tls_words
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +36,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tls_redis(certificates: Path) -> Iterator[str]:
     """Yield the URL of a Redis server with TLS."""
-    port, certificate = free_port(), str(certificates / "cert.pem")
-    with redis_server(
-        *("--tls-port", str(port), "--tls-auth-clients", "no", "--tls-ca-cert-file", certificate),
-        *("--tls-cert-file", certificate, "--tls-key-file", str(certificates / "key.pem")),
-    ):
+    port = free_port()
+    with redis_server(*tls_words(certificates, port), "--tls-auth-clients", "no"):
         yield f"rediss://127.0.0.1:{port}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.redis_groups import SentinelGroup, sentinel_group
 from tests.redis_server import RedisServer, free_port, redis_server
+from tests.storage.values import tls_words
 from tierkv.clock import SystemClock
 from tierkv.errors import TierKVError
 from tierkv.storage.factory import StoreSettings, open_store
@@ -45,24 +47,36 @@ def sentinels() -> Iterator[SentinelGroup]:
         yield group
 
 
+REFUSED = r"cannot be reached \(Connection refused\): start the server, or correct"
+LOGIN = "refused the login .*check user, password and database"
+
+
 @pytest.mark.parametrize(
-    "url_at", [
-        "redis://127.0.0.1:{}", "redis+cluster://127.0.0.1:{}", "redis+sentinel://127.0.0.1:{}/kv",
-        "rediss://127.0.0.1:{}", "layered:memory://|redis://127.0.0.1:{0}",
+    ("url", "says"),
+    [
+        ("redis://127.0.0.1:{free}", REFUSED),
+        ("redis+cluster://127.0.0.1:{free}", REFUSED),
+        ("redis+sentinel://127.0.0.1:{free}/kv", REFUSED),
+        ("rediss://127.0.0.1:{free}", REFUSED),
+        ("layered:memory://|redis://127.0.0.1:{free}", REFUSED),
+        ("redis://nowhere.invalid", "correct the host name"),
+        ("unix:///nowhere/socket", r"not exist\): start the server, or correct the path"),
+        ("redis://127.0.0.1:{server}", LOGIN),
+        ("redis://:wrong@127.0.0.1:{server}", LOGIN),
+        ("redis://nobody:s3cret@127.0.0.1:{server}", LOGIN),
+        ("redis://:s3cret@127.0.0.1:{server}/99", LOGIN),
+        ("redis+sentinel://127.0.0.1:{sentinel}/other", "knows no service 'other': use the name"),
+        ("redis+cluster://127.0.0.1:{master}", "it is no cluster, so use redis://"),
     ],
-)  # fmt: skip
-async def test_where_nobody_listens(url_at: str) -> None:
-    sentence = await refusal(url_at.format(free_port()))
-    assert "cannot be reached (Connection refused): start the server, or correct" in sentence
-
-
-async def test_a_host_that_there_is_not() -> None:
-    assert "correct the host name" in await refusal("redis://nowhere.invalid")
-
-
-async def test_a_socket_that_there_is_not(tmp_path: Path) -> None:
-    url = f"unix://{tmp_path}/redis.sock"
-    assert "the socket does not exist): start the server, or correct the path" in await refusal(url)
+)
+async def test_a_server_that_cannot_be_used(
+    server: RedisServer, sentinels: SentinelGroup, url: str, says: str
+) -> None:
+    ports = {"free": free_port(), "server": server.port, "master": sentinels.master.port}
+    ports["sentinel"] = sentinels.sentinel_ports[0]
+    sentence = await refusal(url.format(**ports))
+    assert re.search(says, sentence), sentence
+    assert "s3cret" not in sentence
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may connect to any socket")
@@ -74,35 +88,10 @@ async def test_a_socket_that_is_not_for_us(server: RedisServer) -> None:
         server.socket_path.chmod(0o700)
 
 
-@pytest.mark.parametrize("login", ["", ":wrong@", "nobody:s3cret@"])
-async def test_a_wrong_login(server: RedisServer, login: str) -> None:
-    sentence = await refusal(f"redis://{login}127.0.0.1:{server.port}")
-    assert "refused the login" in sentence
-    assert "check user, password and database" in sentence
-    assert "s3cret" not in sentence
-
-
-async def test_a_database_that_there_is_not(server: RedisServer) -> None:
-    sentence = await refusal(f"redis://:s3cret@127.0.0.1:{server.port}/99")
-    assert "check user, password and database" in sentence
-
-
-async def test_a_service_that_the_sentinels_do_not_know(sentinels: SentinelGroup) -> None:
-    sentence = await refusal(sentinels.url.removesuffix("kv") + "other")
-    assert "knows no service 'other': use the name" in sentence
-
-
-async def test_a_single_server_named_as_a_cluster(sentinels: SentinelGroup) -> None:
-    sentence = await refusal(f"redis+cluster://127.0.0.1:{sentinels.master.port}")
-    assert "it is no cluster, so use redis://" in sentence
-
-
 async def test_a_server_that_speaks_no_tls(server: RedisServer) -> None:
     sentence = await refusal(f"rediss://127.0.0.1:{server.port}", timeout_s=1.0)
-    assert (
-        "did not answer within 1000 ms to a TLS handshake: check that it uses TLS on this port"
-        in sentence
-    )
+    says = "did not answer within 1000 ms to a TLS handshake: check that it uses TLS on this port"
+    assert says in sentence
 
 
 async def test_a_server_whose_certificate_nobody_vouches_for(tls_redis: str) -> None:
@@ -111,12 +100,10 @@ async def test_a_server_whose_certificate_nobody_vouches_for(tls_redis: str) -> 
 
 
 async def test_a_server_that_wants_a_certificate_of_ours(certificates: Path) -> None:
-    port, ca, key = free_port(), str(certificates / "cert.pem"), str(certificates / "key.pem")
-    with redis_server(
-        *("--tls-port", str(port), "--tls-auth-clients", "yes", "--tls-ca-cert-file", ca),
-        *("--tls-cert-file", ca, "--tls-key-file", key),
-    ):
-        sentence = await refusal(f"rediss://127.0.0.1:{port}", TlsFiles(ca=ca))
+    port = free_port()
+    with redis_server(*tls_words(certificates, port)):
+        ours = TlsFiles(ca=str(certificates / "cert.pem"))
+        sentence = await refusal(f"rediss://127.0.0.1:{port}", ours)
     assert "if it requires a client certificate, set" in sentence
 
 

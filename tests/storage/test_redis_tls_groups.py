@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,23 +16,11 @@ import redis
 from tests.latch import until
 from tests.redis_groups import wait_until
 from tests.redis_server import free_port, redis_server
-from tests.storage.values import content_of, get_one
-from tierkv.clock import SystemClock
+from tests.storage.values import PATIENT, content_of, get_one, redis_store, tls_words
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.protocol import EMPTY_MESSAGE, GetStatus, PutItem, PutStatus, Usage
-from tierkv.storage.redis.store import RedisSettings, RedisStore
-from tierkv.storage.redis.url import TlsFiles, parse_redis_url
-
-
-def tls_words(certificates: Path, port: int) -> list[str]:
-    """Return options of a server with TLS that requires client certificates."""
-    certificate, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
-    # fmt: off
-    return [
-        "--tls-port", str(port), "--tls-ca-cert-file", certificate,
-        "--tls-cert-file", certificate, "--tls-key-file", key,
-    ]
-    # fmt: on
+from tierkv.storage.redis.store import RedisSettings
+from tierkv.storage.redis.url import TlsFiles
 
 
 @contextmanager
@@ -41,9 +30,7 @@ def tls_cluster(certificates: Path) -> Iterator[str]:
     words = ("--cluster-enabled", "yes", "--cluster-port", str(bus), "--tls-cluster", "yes")
     with redis_server(*words, *tls_words(certificates, tls), password="pw") as server:
         server.execute("CLUSTER", "ADDSLOTSRANGE", 0, 16_383)
-        wait_until(
-            lambda: b"cluster_state:ok" in _bytes(server.execute("CLUSTER", "INFO")), "slots"
-        )
+        wait_until(lambda: "cluster_state:ok" in str(server.execute("CLUSTER", "INFO")), "slots")
         yield f"rediss+cluster://:pw@127.0.0.1:{tls}"
 
 
@@ -83,42 +70,27 @@ def _answers(certificates: Path, port: int) -> bool:
         return bool(client.ping())
 
 
-def _bytes(reply: object) -> bytes:
-    """Return a reply as bytes; redis-py turns some replies into a dict."""
-    if isinstance(reply, dict):
-        return "\n".join(f"{key}:{value}" for key, value in reply.items()).encode()
-    assert isinstance(reply, bytes)
-    return reply
-
-
 @pytest.mark.parametrize("kind", ["cluster", "sentinel"])
 async def test_all_connections_are_encrypted_and_show_our_certificate(
     certificates: Path, tmp_path: Path, kind: str
 ) -> None:
     pem, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
-    settings = RedisSettings(
-        timeout_s=100.0,
-        connect_timeout_s=50.0,
-        tls=TlsFiles(ca=pem, certificate=pem, key=key),
-        sentinel_password="other" if kind == "sentinel" else None,
-    )
+    login = "other" if kind == "sentinel" else None
+    tls = TlsFiles(ca=pem, certificate=pem, key=key)
+    settings = replace(PATIENT, tls=tls, sentinel_password=login)
     group = tls_cluster(certificates) if kind == "cluster" else tls_sentinel(certificates, tmp_path)
     url = await asyncio.to_thread(group.__enter__)
     try:
-        store = RedisStore(parse_redis_url(url), settings, SystemClock())
+        store = redis_store(url, settings)
         notifier = store.notifier()
         async with store.running(), notifier.running():
             names = [f"t:f:{index}:0" for index in range(8)]
             sizes = [1, 5_000, 1 << 20, (5 << 20) + 3] * 2
-            items = [
-                PutItem(name, (content_of(name, size),))
-                for name, size in zip(names, sizes, strict=True)
-            ]
-            assert {one.status for one in await store.put(items)} == {PutStatus.STORED}
-            for name, size in zip(names, sizes, strict=True):
-                assert await get_one(store, name, size) == (
-                    GetStatus.HIT, content_of(name, size),
-                )  # fmt: skip
+            content = {n: content_of(n, size) for n, size in zip(names, sizes, strict=True)}
+            puts = await store.put([PutItem(n, (value,)) for n, value in content.items()])
+            assert {one.status for one in puts} == {PutStatus.STORED}
+            for name, value in content.items():
+                assert await get_one(store, name, len(value)) == (GetStatus.HIT, value)
             assert await store.exists([*names, "t:f:none:0"]) == 8
             assert await store.usage("t:f") == Usage(8, sum(sizes))
             with notifier.listen("t:topic") as listener:
@@ -128,7 +100,7 @@ async def test_all_connections_are_encrypted_and_show_our_certificate(
                 assert await listener.next(60) == "hello"
         without = RedisSettings(timeout_s=2.0, connect_timeout_s=2.0, tls=TlsFiles(ca=pem))
         with pytest.raises(StoreUnavailableError, match="cannot be reached"):
-            async with RedisStore(parse_redis_url(url), without, SystemClock()).running():
+            async with redis_store(url, without).running():
                 pass
     finally:
         await asyncio.to_thread(group.__exit__, None, None, None)

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.faulty import FaultyStore
 from tierkv.clock import Clock, SystemClock
@@ -41,6 +42,17 @@ def content_of(name: str, num_bytes: int) -> bytes:
 
 def redis_store(url: str, settings: RedisSettings = PATIENT) -> RedisStore:
     return RedisStore(parse_redis_url(url), settings, SystemClock())
+
+
+def tls_words(certificates: Path, port: int) -> list[str]:
+    """Return options of a Redis server with TLS that requires client certificates."""
+    certificate, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
+    # fmt: off
+    return [
+        "--tls-port", str(port), "--tls-ca-cert-file", certificate,
+        "--tls-cert-file", certificate, "--tls-key-file", key,
+    ]
+    # fmt: on
 
 
 def memory() -> FaultyStore:
