@@ -13,12 +13,21 @@ import pytest
 from tests.faulty import FaultyStore
 from tests.latch import until
 from tests.storage.test_hung_disk import all_locked, hung_reads
-from tests.storage.values import TWENTY, check, content_of, fill, get_one, memory, put_one
+from tests.storage.values import (
+    TWENTY,
+    check,
+    content_of,
+    fill,
+    get_one,
+    guarded,
+    memory,
+    put_one,
+)
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreRefusedError, StoreUnavailableError
 from tierkv.storage import layered
 from tierkv.storage.factory import StoreSettings, open_guarded_store, open_store
-from tierkv.storage.guard import GuardedStore, ResilienceSettings
+from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import (
@@ -149,37 +158,30 @@ async def test_copies_beyond_the_limit_are_not_made() -> None:
         near.hold_writes()
         await check(store)
         near.release()
-        assert await put_one(far, "t:f:last:0", b"x") is PutStatus.STORED
-        assert await get_one(store, "t:f:last:0", 1) == (GetStatus.HIT, b"x")
-        async with asyncio.timeout(20):
-            while not await near.exists(["t:f:last:0"]):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until_near(store, near, far)
         assert 1 <= sum(await near.present(TWENTY)) <= 3
 
 
 async def test_changes_that_one_of_several_stores_misses_keep_nobody_from_the_others() -> None:
     """For example, blocks of a long prompt are touched in batches."""
-    parts = [memory(), memory()]
-    store = LayeredStore(parts[0], parts[1], LayeredSettings())
-    guarded = GuardedStore(store, ResilienceSettings(timeout_s=20.0), SystemClock())
-    async with guarded.running():
-        await fill(guarded)
+    near, far = memory(), memory()
+    store = guarded(LayeredStore(near, far, LayeredSettings()))
+    async with store.running():
+        await fill(store)
         for number in range(10):
-            parts[0].fail_next(1_000)
-            assert await guarded.touch(TWENTY[number:], ttl_s=60.0) == len(TWENTY) - number
+            near.fail_next(1_000)
+            assert await store.touch(TWENTY[number:], ttl_s=60.0) == len(TWENTY) - number
             with pytest.raises(StoreRefusedError, match="does not answer"):
-                await guarded.delete([TWENTY[number]])
-            parts[0].fail_next(0)
-            assert await parts[1].exists([TWENTY[number]]) == 0
-        assert guarded.health.num_opened == 0
-        assert await get_one(guarded, TWENTY[15], 500) == (
-            GetStatus.HIT,
-            content_of(TWENTY[15], 500),
-        )
-        for part in parts:
-            part.fail_next(1_000)
+                await store.delete([TWENTY[number]])
+            near.fail_next(0)
+            assert await far.exists([TWENTY[number]]) == 0
+        assert store.health.num_opened == 0
+        value = content_of(TWENTY[15], 500)
+        assert await get_one(store, TWENTY[15], 500) == (GetStatus.HIT, value)
+        near.fail_next(1_000)
+        far.fail_next(1_000)
         with pytest.raises(StoreUnavailableError):
-            await guarded.touch(TWENTY, ttl_s=60.0)
+            await store.touch(TWENTY, ttl_s=60.0)
 
 
 async def test_what_a_store_in_front_of_another_has_alone_is_not_all_there_is() -> None:
@@ -230,10 +232,10 @@ class Gated(MemoryStore):
 
 async def until_near(store: LayeredStore, near: FaultyStore, far: Store) -> None:
     """Wait until all copies of values that were read before are in the near store."""
-    assert await put_one(far, TWENTY[9], b"value") is STORED
-    assert (await get_one(store, TWENTY[9], 5))[0] is GetStatus.HIT
+    assert await put_one(far, "t:f:last:0", b"value") is STORED
+    assert (await get_one(store, "t:f:last:0", 5))[0] is GetStatus.HIT
     async with asyncio.timeout(20):
-        while not await near.exists(TWENTY[9:]):  # noqa: ASYNC110
+        while not await near.exists(["t:f:last:0"]):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 

@@ -93,14 +93,6 @@ async def test_nobody_hears_of_other_topics_or_when_no_longer_listening(url: str
         assert await other.next(0.01) is None
 
 
-async def test_a_store_in_memory_tells_within_its_process() -> None:
-    async with opened("memory://") as [(_, notifier)]:
-        with notifier.listen(TOPIC) as listener:
-            assert listener.is_live
-            await notifier.notify(TOPIC, "x")
-            assert await listener.next(1) == "x"
-
-
 async def test_a_store_that_cannot_tell_is_polled() -> None:
     notifier = open_store("mooncake://m:1", StoreSettings(), SystemClock()).notifier()
     with notifier.listen(TOPIC) as listener:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -27,12 +27,12 @@ from tierkv.transfer.tier import StorageOptions
 STORED = PutStatus.STORED
 
 
-async def answers(store: FaultyStore) -> bool:
-    try:
-        await store.ping()
-    except StoreUnavailableError:
-        return False
-    return True
+async def closed(store: FaultyStore) -> None:
+    """Wait until a task of the place has closed `store`."""
+    with suppress(StoreUnavailableError):
+        async with asyncio.timeout(10):
+            while True:
+                await store.ping()
 
 
 @pytest.mark.promise("A store can be exchanged while requests run.")
@@ -50,9 +50,7 @@ async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
             assert (await get_one(store, TWENTY[0], 500))[0] is GetStatus.MISS
             assert not under_way.done()
             old.release()
-        async with asyncio.timeout(5):
-            while await answers(old):  # it is closed when its last operation has ended
-                pass
+        await closed(old)  # when its last operation has ended
         await fill(store)
         await check(store)
         assert store.detach() is new
@@ -190,3 +188,41 @@ async def test_a_store_that_cannot_be_opened_is_no_error_once_its_attach_was_can
     gc.collect()
     assert not unseen
     assert not place.attached
+
+
+async def test_hints_go_by_the_store_that_is_attached_then() -> None:
+    stores = Places(MemoryStore(MemorySettings(), SystemClock()))
+    async with stores.running():
+        notifier = stores.notifier()
+        with notifier.listen("t:topic") as listener:
+            await notifier.notify("t:topic", "a")
+            assert await listener.next(10) == "a"
+            stores.detach()
+            await notifier.notify("t:topic", "b")
+            assert await listener.next(0.01) is None
+        with notifier.listen("t:topic") as listener:
+            assert not listener.is_live
+        await stores.attach(MemoryStore(MemorySettings(), SystemClock()))
+        with notifier.listen("t:topic") as listener:
+            await notifier.notify("t:topic", "c")
+            assert await listener.next(10) == "c"
+
+
+async def test_nothing_is_attached_to_a_tier_that_does_not_run() -> None:
+    stores = Places()
+    async with stores.running():
+        await stores.attach(memory(), "tierkv:" + "f" * 16)
+        assert set(stores.attached) == {"tierkv:" + "f" * 16}
+    for route in ("", "tierkv:" + "f" * 16):
+        with pytest.raises(StoreUnavailableError, match="stores cannot be attached"):
+            await stores.attach(memory(), route)
+
+
+async def test_of_two_stores_attached_at_once_for_a_tenant_one_is_used_and_the_other_left() -> None:
+    first, second = memory(), memory()
+    stores = Places(memory())
+    async with stores.running():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stores.attach(first, "t:tenant"))
+            group.create_task(stores.attach(second, "t:tenant"))
+        await closed(first if stores.attached["t:tenant"] is second else second)

@@ -13,16 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.faulty import FaultyStore
 from tests.redis_proxy import redis_proxy
 from tests.redis_server import RedisServer, redis_server
-from tests.storage.values import content_of, get_one, landing, put_one
+from tests.storage.values import content_of, get_one, guarded, landing, put_one, redis_store
 from tierkv.clock import SystemClock
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.places import Places
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
 from tierkv.storage.redis.store import RedisSettings, RedisStore
-from tierkv.storage.redis.url import parse_redis_url
 
 NAMES = [f"t:f:{index:03}:0" for index in range(64)]
 SIZE = 200_000
@@ -32,22 +30,11 @@ SIZE = 200_000
 STRICT = bool(os.environ.get("TIERKV_STRICT_TIMES"))
 SLACK = 1.0 if STRICT else 5.0
 KILLED_S = 0.3 * SLACK
-# For deaths that are noticed at once: no deadline may pass first, even on a busy machine.
-PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
 
 
 def trials(short: int, full: int) -> pytest.MarkDecorator:
     slow = [pytest.mark.slow, pytest.mark.timeout(1800)]
     return pytest.mark.parametrize("count", [short, pytest.param(full, marks=slow)])
-
-
-def redis_store(url: str, settings: RedisSettings | None = None) -> RedisStore:
-    return RedisStore(parse_redis_url(url), settings or RedisSettings(), SystemClock())
-
-
-def resilient(inner: RedisStore | FaultyStore, **settings: float) -> GuardedStore:
-    chosen = ResilienceSettings(**settings)  # type: ignore[arg-type]
-    return GuardedStore(inner, chosen, SystemClock())
 
 
 @contextmanager
@@ -78,7 +65,7 @@ async def test_row_1_a_server_killed_during_writes_leaves_no_torn_value(
         directory = tmp_path / str(trial)
         directory.mkdir()
         with mortal(directory) as server:
-            store = redis_store(server.url, PATIENT)
+            store = redis_store(server.url)
             async with store.running(), asyncio.TaskGroup() as group:
                 items = [PutItem(name, (content_of(name, SIZE),)) for name in NAMES]
                 put = group.create_task(store.put(items))
@@ -89,7 +76,7 @@ async def test_row_1_a_server_killed_during_writes_leaves_no_torn_value(
                 slowest = max(slowest, time.monotonic() - killed_at)
             assert {o.status for o in outcomes} <= {PutStatus.STORED, PutStatus.FAILED}
         with mortal(directory) as server:
-            async with (store := redis_store(server.url, PATIENT)).running():
+            async with (store := redis_store(server.url)).running():
                 await whole_values(store)
     assert slowest <= KILLED_S
 
@@ -110,7 +97,8 @@ async def test_row_4_a_slow_server_slows_nothing_else_down(
             lags.append(time.monotonic() - started - 0.005)
 
     async with redis_proxy(empty_redis.port) as proxy:
-        store = resilient(redis_store(proxy.url), failures_to_open=10_000)
+        hurried = ResilienceSettings(failures_to_open=10_000)
+        store = GuardedStore(redis_store(proxy.url, RedisSettings()), hurried, SystemClock())
         async with Places(store).running(), asyncio.TaskGroup() as group:
             names = NAMES[:8]
             await store.put([PutItem(name, (content_of(name, SIZE),)) for name in names])
@@ -136,12 +124,12 @@ async def test_row_5_every_cut_is_found(count: int, empty_redis: RedisServer) ->
     reply = 7 + len(payload) + 2
     classes = (range(8), range(8, 96), range(96, reply - 3), range(reply - 3, reply))
     async with redis_proxy(empty_redis.port) as proxy:
-        direct = redis_store(empty_redis.url, PATIENT)
+        direct = redis_store(empty_redis.url)
         async with direct.running():
             await put_one(direct, "t:f:a:0", payload)
         for trial in range(count):
             proxy.cut_after = None
-            async with (store := redis_store(proxy.url, PATIENT)).running():
+            async with (store := redis_store(proxy.url)).running():
                 proxy.cut_after = random.choice(classes[trial % 4])
                 status, _ = await get_one(store, "t:f:a:0", len(payload))
                 assert status is GetStatus.FAILED
@@ -152,8 +140,7 @@ async def test_row_5_every_cut_is_found(count: int, empty_redis: RedisServer) ->
 @trials(100, 1_000)
 async def test_row_6_a_full_server_is_neither_stormed_nor_lost_for_reads(count: int) -> None:
     with redis_server("--maxmemory", "8mb", "--maxmemory-policy", "noeviction") as server:
-        inner = redis_store(server.url, PATIENT)
-        store = resilient(inner, full_pause_s=0.05, timeout_s=10.0, write_timeout_s=10.0)
+        store = guarded(redis_store(server.url), full_pause_s=0.05)
         async with store.running():
             statuses = []
             for index in range(count):

@@ -20,7 +20,8 @@ from tests.api.nodes import process
 from tests.e2e.exact import text, truth
 from tests.layouts import LAYOUTS
 from tests.redis_server import RedisServer, redis_server
-from tests.storage.test_reliability import PATIENT, SLACK, STRICT, redis_store, trials
+from tests.storage.test_reliability import SLACK, STRICT, trials
+from tests.storage.values import redis_store
 from tests.stored import stored_keys
 from tests.world import BLOCK, GQA, World, world
 from tierkv.cache.eviction import WritePolicy
@@ -30,7 +31,7 @@ from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuHostSlots
 from tierkv.refmodel.model import decode as decode_text
 from tierkv.sched.settings import CacheSettings
-from tierkv.storage.guard import GuardedStore, ResilienceSettings
+from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.protocol import GetStatus, PutStatus
 from tierkv.transfer.storage_io import StorageIO
 
@@ -42,7 +43,7 @@ def node_over(
 ) -> AbstractAsyncContextManager[World]:
     """Return a service like a node's: every block is stored at once in Redis behind a breaker."""
     return world(
-        store=GuardedStore(redis_store(server.url), ResilienceSettings(), SystemClock()),
+        store=open_guarded_store(server.url, StoreSettings(), SystemClock()),
         device_blocks=64,
         host_blocks=64,
         storage_write=storage_write,
@@ -68,9 +69,8 @@ async def test_row_1_a_server_killed_during_a_write_leaves_blocks_that_count_as_
                 server.kill()
                 killed_at = time.monotonic()
                 await here.ended(request)
-                assert (
-                    time.monotonic() - killed_at <= 0.6 * SLACK
-                )  # time for an answer and a new connection
+                # Time for an answer and a new connection.
+                assert time.monotonic() - killed_at <= 0.6 * SLACK
                 stats = here.storage_stats
                 assert believed_stored(here) <= stats.flushed_blocks
                 # The service answers from its own memory.
@@ -98,9 +98,7 @@ async def test_row_2_a_server_killed_during_a_read_leaves_a_request_that_compute
                 request = await admitting
                 slowest = max(slowest, time.monotonic() - killed_at)
                 assert request.cached_tokens in range(len(TOKENS))
-                await here.prefill(
-                    request, TOKENS
-                )  # checks the fetched blocks, computes the others
+                await here.prefill(request, TOKENS)  # checks fetched blocks, computes the others
                 here.check_kv(request, TOKENS, len(TOKENS))
                 await here.ended(request)
                 assert here.free_device_blocks == 64 - 12
@@ -194,12 +192,11 @@ class Blocks:
 
     def __init__(self, server: RedisServer, layout: Layout, num_tokens: int) -> None:
         self.server = server
-        self.layout = layout
         who = Fingerprint("model", layout)
         self.host = CpuHostSlots(layout, 64)
         self.host.array[:] = np.random.default_rng(5).integers(1, 256, self.host.array.shape)
         self.names = Names("tierkv", who.short)
-        self.store = redis_store(server.url, PATIENT)
+        self.store = redis_store(server.url)
         self.io = StorageIO(self.store, self.names, layout, self.host, block_ttl_s=100.0)
         self.keys = stored_keys(who.root(), Prompt.of(range(num_tokens), layout.block_size))
 
@@ -252,7 +249,7 @@ async def test_row_7_what_redis_evicts_meanwhile_is_the_end_of_the_prefix_and_ne
     gaps = 0
     with redis_server("--maxmemory", "3mb", "--maxmemory-policy", "allkeys-random") as server:
         ground = Blocks(server, layout, 16 * layout.block_size)
-        filler = redis_store(server.url, PATIENT)
+        filler = redis_store(server.url)
         async with ground.running(), filler.running():
 
             async def press() -> None:

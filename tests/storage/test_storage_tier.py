@@ -1,4 +1,4 @@
-"""A service's storage tier: stores attached and detached while requests run, trust, and touches."""
+"""A service's storage tier: a store attached and detached, tenants, trust, and touches."""
 
 from __future__ import annotations
 
@@ -12,27 +12,19 @@ import pytest
 from tests.faulty import FaultyStore
 from tests.latch import finish, until
 from tests.sessions import begin_request, claim_request, publish_request
-from tests.storage.values import memory
+from tests.storage.values import guarded, memory
 from tests.world import BLOCK, World, fingerprint, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError, StoreUnavailableError
 from tierkv.pd.settings import HandoffSettings
 from tierkv.storage.codec import TenantCodecs, Trust
-from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.places import Places
 from tierkv.storage.protocol import BreakerState, Store
 from tierkv.transfer.tier import StorageOptions
 
 TOKENS = list(range(3 * BLOCK + 1))
-
-
-def guarded(inner: FaultyStore, **settings: float) -> GuardedStore:
-    chosen: dict[str, Any] = {"probe_interval_s": 0.02, "retries_per_operation": 0}
-    chosen |= {"timeout_s": 20.0, "write_timeout_s": 20.0} | settings
-    return GuardedStore(inner, ResilienceSettings(**chosen), SystemClock())
 
 
 async def values_in(store: FaultyStore) -> int:
@@ -58,9 +50,8 @@ async def test_a_service_started_without_a_store_can_be_given_one_and_lose_it() 
         await here.service.attach_storage(store)
         [state] = here.service.storage_state()
         assert (state.tenant, state.circuit, state.is_degraded) == ("", None, False)
-        await here.run(
-            TOKENS
-        )  # blocks that were computed before are stored too, when they are used again
+        # Blocks that were computed before are stored too, when they are used again.
+        await here.run(TOKENS)
         assert await values_in(store) >= 3
 
         request = await here.admit([7, *TOKENS])
@@ -74,19 +65,6 @@ async def test_a_service_started_without_a_store_can_be_given_one_and_lose_it() 
         with pytest.raises(HandoffError, match="no storage tier"):
             await claim_request(here.service, "c", "ticket", here.prompt(TOKENS), max_new_tokens=0)
         await here.run([9, *TOKENS])
-
-
-async def test_a_url_is_opened_as_the_service_was_told() -> None:
-    opened = []
-
-    def open_store(url: str) -> MemoryStore:
-        opened.append(url)
-        return MemoryStore(MemorySettings(), SystemClock())
-
-    async with tier(options=StorageOptions(open=open_store)) as here:
-        await here.service.attach_storage("memory://")
-        assert opened == ["memory://"]
-        assert [state.url for state in here.service.storage_state()] == ["memory://"]
 
 
 async def test_a_tenant_has_its_blocks_in_a_store_of_its_own() -> None:
@@ -113,7 +91,8 @@ async def test_a_tenant_has_its_blocks_in_a_store_of_its_own() -> None:
 
 async def test_a_store_that_came_back_empty_is_written_to_again() -> None:
     inner = memory()
-    async with tier(guarded(inner, failures_to_open=1)) as here:
+    breaking = guarded(inner, failures_to_open=1, probe_interval_s=0.02, retries_per_operation=0)
+    async with tier(breaking) as here:
         await here.run(TOKENS)
         assert await values_in(inner) >= 3
         await inner.delete([value.name for value in (await inner.list("tierkv", limit=99)).values])
@@ -130,15 +109,11 @@ async def test_a_store_that_came_back_empty_is_written_to_again() -> None:
         assert state.reason
 
 
-# Trust
-
-
 async def test_one_of_several_stores_that_is_left_alone_is_told() -> None:
     """The other stores answer in its place, so no operation shows the failure."""
     parts = [memory(), memory()]
-    near = guarded(parts[0], probe_interval_s=100.0)
-    layered = LayeredStore(near, parts[1], LayeredSettings())
-    store = GuardedStore(layered, ResilienceSettings(timeout_s=20.0), SystemClock())
+    near = guarded(parts[0], probe_interval_s=100.0, retries_per_operation=0)
+    store = guarded(LayeredStore(near, parts[1], LayeredSettings()))
     async with tier(store) as here:
         [state] = here.service.storage_state()
         assert (state.circuit, state.part) == (BreakerState.CLOSED.value, "")
@@ -149,6 +124,9 @@ async def test_one_of_several_stores_that_is_left_alone_is_told() -> None:
         assert (state.circuit, state.part) == (BreakerState.OPEN.value, parts[0].url)
         assert state.is_degraded
         assert "does not answer, as it was told" in state.reason
+
+
+# Trust
 
 
 @pytest.mark.parametrize("trust", [Trust.SIGNED, Trust.SEALED])
@@ -176,9 +154,6 @@ async def test_only_who_has_the_key_reads_or_writes_blocks(trust: Trust) -> None
 
 class Kept(FaultyStore):
     """A store whose `running()` does nothing; the test opens and closes it."""
-
-    def __init__(self, store: FaultyStore) -> None:
-        super().__init__(store)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -264,52 +239,3 @@ async def test_what_was_just_written_is_not_touched() -> None:
         await here.run(TOKENS)
         await read_again(here, 3)
         assert not set(store.touched) & set(here.names(TOKENS)[:3])
-
-
-async def test_hints_go_by_the_store_that_is_attached_then() -> None:
-    stores = Places(MemoryStore(MemorySettings(), SystemClock()))
-    async with stores.running():
-        notifier = stores.notifier()
-        with notifier.listen("t:topic") as listener:
-            await notifier.notify("t:topic", "a")
-            assert await listener.next(10) == "a"
-            stores.detach()
-            await notifier.notify("t:topic", "b")
-            assert await listener.next(0.01) is None
-        with notifier.listen("t:topic") as listener:
-            assert not listener.is_live
-        await stores.attach(MemoryStore(MemorySettings(), SystemClock()))
-        with notifier.listen("t:topic") as listener:
-            await notifier.notify("t:topic", "c")
-            assert await listener.next(10) == "c"
-
-
-async def test_nothing_is_attached_to_a_tier_that_does_not_run() -> None:
-    stores = Places()
-    async with stores.running():
-        await stores.attach(memory(), "tierkv:" + "f" * 16)
-        assert set(stores.attached) == {"tierkv:" + "f" * 16}
-    for route in ("", "tierkv:" + "f" * 16):
-        with pytest.raises(StoreUnavailableError, match="stores cannot be attached"):
-            await stores.attach(memory(), route)
-
-
-async def test_of_two_stores_attached_at_once_for_a_tenant_one_is_used_and_the_other_left() -> None:
-    first, second = memory(), memory()
-    stores = Places(memory())
-    async with stores.running():
-        async with asyncio.TaskGroup() as group:
-            group.create_task(stores.attach(first, "t:tenant"))
-            group.create_task(stores.attach(second, "t:tenant"))
-        left = first if stores.attached["t:tenant"] is second else second
-
-        async def is_closed() -> bool:
-            try:
-                await left.ping()
-            except StoreUnavailableError:
-                return True
-            return False
-
-        async with asyncio.timeout(10):
-            while not await is_closed():  # noqa: ASYNC110 - it is left by a task of the place
-                await asyncio.sleep(0)

@@ -10,13 +10,11 @@ import pytest
 
 from tests.api.nodes import process
 from tests.storage.sqlite_store import SqliteSettings, SqliteStore
-from tests.storage.values import get_one, put_one
 from tierkv.api.settings import NodeSettings
 from tierkv.clock import SystemClock
 from tierkv.config import load
 from tierkv.errors import ConfigError
-from tierkv.storage.factory import ENTRY_POINTS, StoreSettings, open_guarded_store, open_store
-from tierkv.storage.protocol import GetStatus, PutStatus
+from tierkv.storage.factory import ENTRY_POINTS, StoreSettings, open_store
 
 
 @pytest.fixture
@@ -61,16 +59,6 @@ async def test_nodes_hand_over_through_the_store_that_is_documented(
         assert claimed.body["matched"]["storage"] == len(body["prompt"])
         alone = await decode.client.post("/v1/generate", {"prompt": body["prompt"]})
         assert claimed.body["tokens"] == alone.body["tokens"]
-
-
-async def test_a_package_brings_a_store_by_the_scheme_of_its_url(package: Path) -> None:
-    url = f"sqlite://{package}/values"
-    assert isinstance(open_store(url, StoreSettings(), SystemClock()), SqliteStore)
-    store = open_guarded_store(url, StoreSettings(), SystemClock())
-    async with store.running():
-        assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
-    async with store.running():
-        assert await get_one(store, "t:f:a:0", 5) == (GetStatus.HIT, b"value")
 
 
 def settings_of(package: Path, table: str, **environ: str) -> StoreSettings:
