@@ -235,9 +235,8 @@ async def test_the_disk_is_not_filled_beyond_the_floor(small_disk: Path) -> None
         for index in range(20):
             assert await put_one(store, f"t:f:{index}:0", bytes(100_000)) is PutStatus.STORED
             disk = os.statvfs(small_disk)
-            assert (
-                disk.f_bavail * disk.f_frsize >= 450_000
-            )  # up to two blocks of the file system are missing
+            # Up to two blocks of the file system are missing.
+            assert disk.f_bavail * disk.f_frsize >= 450_000
         assert len(names_in(small_disk)) >= 3
     store = file_store(small_disk, min_free_bytes=1 << 30)
     async with store.running():
@@ -384,9 +383,8 @@ async def test_what_somebody_removes_is_a_miss_and_made_again(tmp_path: Path, wh
     store = file_store(root, capacity_bytes=1000)
     async with store.running():
         assert await put_one(store, "t:f:1:0", bytes(800)) is PutStatus.STORED
-        for path in {"root": [root], "content": [*root.iterdir()], "writers": [root / WRITERS]}[
-            what
-        ]:
+        removed = {"root": [root], "content": [*root.iterdir()], "writers": [root / WRITERS]}
+        for path in removed[what]:
             shutil.rmtree(path)
         expected = GetStatus.HIT if what == "writers" else GetStatus.MISS
         assert (await get_one(store, "t:f:1:0", 800))[0] is expected
@@ -489,10 +487,8 @@ async def test_what_is_another_users_keeps_nobody_from_what_is_ours(
         clock.now += 60.0
         expired = tmp_path.joinpath(*relative_path("t:f:1:0"))
         async with asyncio.timeout(PATIENCE_S):
-            while (
-                expired.exists()
-            ):  # a sweep skips a directory that the sweep at the start has locked
-                await store.sweep()
+            while expired.exists():
+                await store.sweep()  # skips a directory that the sweep at the start has locked
         assert await put_one(store, "t:f:3:0", bytes(700)) is PutStatus.STORED  # one was evicted
         assert [one.name for one in (await store.list("t:", limit=10)).values] == ["t:f:3:0"]
     assert [path.name for path in (tmp_path / ".writers").iterdir()] == ["root"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
@@ -12,11 +12,11 @@ import pytest
 
 from tests.faulty import FaultyStore
 from tests.latch import until
-from tests.storage.values import TurnedClock, get_one, landing, memory, put_one
+from tests.storage.values import TurnedClock, get_one, guarded, landing, memory, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.base import StoreWrapper
-from tierkv.storage.guard import GuardedStore, NegativeCache, ResilienceSettings, SlotGate
+from tierkv.storage.guard import NegativeCache, SlotGate
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import (
     BreakerState,
@@ -39,15 +39,9 @@ class Pair:
     """A guarded store around a store that fails when a test asks for it."""
 
     def __init__(self, capacity_bytes: int | None = None, **settings: float) -> None:
-        memory = MemoryStore(MemorySettings(capacity_bytes), SystemClock())
-        self.faulty = FaultyStore(memory)
-        all_settings: dict[str, float] = {"probe_interval_s": 0.02, "retries_per_operation": 0}
-        all_settings |= {"timeout_s": 20.0, "write_timeout_s": 20.0} | settings
-        self.store = GuardedStore(
-            self.faulty,
-            ResilienceSettings(**all_settings),  # type: ignore[arg-type]
-            SystemClock(),
-        )
+        self.faulty = FaultyStore(MemoryStore(MemorySettings(capacity_bytes), SystemClock()))
+        chosen = {"probe_interval_s": 0.02, "retries_per_operation": 0} | settings
+        self.store = guarded(self.faulty, **chosen)
 
     @property
     def state(self) -> BreakerState | None:
@@ -176,11 +170,8 @@ class TakesItsTime(MemoryStore):
 
 
 async def test_a_read_of_many_small_values_has_time_for_each() -> None:
-    store = GuardedStore(
-        TakesItsTime(MemorySettings(), SystemClock()),
-        ResilienceSettings(timeout_s=0.5, slowest_bytes_per_s=5e6),
-        SystemClock(),
-    )
+    slow = TakesItsTime(MemorySettings(), SystemClock())
+    store = guarded(slow, timeout_s=0.5, slowest_bytes_per_s=5e6)
     async with store.running():
         names = [f"t:f:{index:04}:0" for index in range(1_000)]
         await store.put([PutItem(name, (b"x",)) for name in names])
@@ -313,14 +304,9 @@ class LateAnswers(StoreWrapper):
                 await self.may_answer.wait()
 
 
-def guard_around(inner: LateAnswers, **settings: float) -> GuardedStore:
-    chosen = {"timeout_s": 20.0, "write_timeout_s": 20.0, "negative_ttl_s": 100.0} | settings
-    return GuardedStore(inner, ResilienceSettings(**chosen), SystemClock())  # type: ignore[arg-type]
-
-
 async def test_a_read_that_gets_its_turn_as_the_breaker_opens_is_refused() -> None:
     inner = LateAnswers()
-    store = guard_around(inner, max_reads=2, failures_to_open=1, probe_interval_s=100.0)
+    store = guarded(inner, max_reads=2, failures_to_open=1, probe_interval_s=100.0)
     async with store.running(), asyncio.TaskGroup() as group:
         inner.num_late = 3
         answered = group.create_task(store.exists(NAMES[:1]))
@@ -339,7 +325,7 @@ async def test_a_read_that_gets_its_turn_as_the_breaker_opens_is_refused() -> No
 
 async def test_what_is_being_written_is_not_believed_to_be_missing() -> None:
     inner = LateAnswers()
-    store = guard_around(inner)
+    store = guarded(inner, negative_ttl_s=100.0)
     async with store.running(), asyncio.TaskGroup() as group:
         assert await store.present([NAME]) == [False]
         inner.num_late = 1
@@ -369,9 +355,8 @@ async def test_a_read_is_tried_again_within_the_budget_and_a_write_never(make: M
 @pytest.mark.parametrize("late_s", [0.05, 0.2])
 async def test_a_read_that_fails_late_is_not_tried_again(late_s: float) -> None:
     """Otherwise one caller would wait for both attempts."""
-    clock, memory = TurnedClock(), MemoryStore(MemorySettings(None), SystemClock())
-    faulty = FaultyStore(memory)
-    store = GuardedStore(faulty, ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0), clock)
+    clock, faulty = TurnedClock(), memory()
+    store = guarded(faulty, clock)
     async with store.running():
         await put_one(store, NAME, BLOCK)
         for read in (get_one(store, NAME, 1_000), store.exists([NAME])):
@@ -482,23 +467,24 @@ async def test_a_list_of_tails_that_is_not_there_is_not_read_again_until_somebod
     assert await pair.store.get(name, max_bytes=9) == b"x"
 
 
-@pytest.mark.parametrize("asks", ["exists", "present", "get_into"])
+@pytest.mark.parametrize(
+    ("asks", "argument"),
+    [
+        ("exists", NAMES[:1]),
+        ("present", NAMES[:1]),
+        ("get_into", [landing(NAMES[0], 1)[0]]),
+    ],
+    ids=["exists", "present", "get_into"],
+)
 @pytest.mark.parametrize("writer", ["we", "another node"])
 async def test_an_answer_older_than_a_write_makes_nobody_believe_that_there_is_nothing(
-    asks: str, writer: str
+    asks: str, argument: Sequence[object], writer: str
 ) -> None:
     inner = LateAnswers()
-    store = guard_around(inner)
+    store = guarded(inner, negative_ttl_s=100.0)
     async with store.running(), asyncio.TaskGroup() as group:
         inner.num_late = 1
-        match asks:
-            case "exists":
-                asking: Coroutine[object, object, object] = store.exists(NAMES[:1])
-            case "present":
-                asking = store.present(NAMES[:1])
-            case _:
-                asking = store.get_into([landing(NAMES[0], 1)[0]])
-        asked = group.create_task(asking)
+        asked = group.create_task(getattr(store, asks)(argument))
         await until(lambda: inner.num_asked == 1)
         if writer == "we":
             assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
@@ -543,22 +529,18 @@ def test_names_that_are_believed_no_more_take_no_memory() -> None:
     assert not missing.has(name)
 
 
-async def open_its_breaker(pair: Pair) -> None:
-    pair.faulty.fail_next(1)
-    with pytest.raises(StoreUnavailableError):
-        await pair.store.exists([NAME])
-
-
 async def test_a_store_left_in_the_middle_of_a_probe_works_when_it_is_opened_again() -> None:
     pair = Pair(failures_to_open=1)
     async with pair.store.running():
-        await open_its_breaker(pair)
+        pair.faulty.fail_next(1)
+        await failed(pair)
         pair.faulty.hold()
         await until(lambda: pair.state is BreakerState.HALF_OPEN, "a probe")
     pair.faulty.release()
     async with pair.store.running():
         assert await put_one(pair.store, NAME, b"x") is PutStatus.STORED
-        await open_its_breaker(pair)
+        pair.faulty.fail_next(1)
+        await failed(pair)
         await until(lambda: pair.state is BreakerState.CLOSED, "a probe that is answered")
         assert await get_one(pair.store, NAME, 1) == (GetStatus.HIT, b"x")
 
@@ -574,7 +556,8 @@ async def test_who_attaches_a_store_again_and_again_hears_once_that_it_is_back()
     for node in (one, other, one, one):
         pair.store.on_recovery(node.is_back)
     async with pair.store.running():
-        await open_its_breaker(pair)
+        pair.faulty.fail_next(1)
+        await failed(pair)
         await until(lambda: pair.state is BreakerState.CLOSED, "a probe that is answered")
         assert heard == [one, other]
 

@@ -23,8 +23,9 @@ from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.sched import slots
+from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.file import FileSettings, FileStore
-from tierkv.storage.guard import GuardedStore, ResilienceSettings
+from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.protocol import BreakerState, GetStatus, PutStatus
 
 TOKENS = list(range(4 * BLOCK + 1))
@@ -64,18 +65,18 @@ def node(
 ) -> AbstractAsyncContextManager[World]:
     """Return a service like a node's: files behind a breaker, where every block is stored at once.
 
-    Args:
-        root: directory of the file store.
-        handoff: settings of the hand-off; None for the defaults.
-        timeout_s: seconds after which a read fails.
-        settings: fields of CacheSettings.
+    A read fails after `timeout_s` seconds; `settings` are fields of CacheSettings.
     """
-    files = FileStore(root, FileSettings(), SystemClock())
     resilience = ResilienceSettings(timeout_s=timeout_s, probe_interval_s=0.1)
+    chosen = StoreSettings(resilience=resilience)
+    store = open_guarded_store(root.as_uri(), chosen, SystemClock())
     through = WritePolicy.WRITE_THROUGH
-    chosen: dict[str, Any] = {"host_write": through, "storage_write": through} | settings
-    chosen["fetch_deadline_s"] = 2.5
-    return world(store=GuardedStore(files, resilience, SystemClock()), handoff=handoff, **chosen)
+    cache: dict[str, Any] = {"host_write": through, "storage_write": through} | settings
+    return world(store=store, handoff=handoff, fetch_deadline_s=2.5, **cache)
+
+
+def is_closed(here: World) -> bool:
+    return here.service.storage_state()[0].circuit == BreakerState.CLOSED.value
 
 
 async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_returns(
@@ -96,9 +97,8 @@ async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_ret
             assert here.service.verify() == []
             await here.prefill(request, TOKENS)
             here.service.scheduler.end(request)
-            async with asyncio.timeout(
-                10
-            ):  # it does not wait for other requests' reads of these blocks either
+            # It does not wait for other requests' reads of these blocks either.
+            async with asyncio.timeout(10):
                 again = await here.admit([*TOKENS, 1, 2, 3])
             here.service.scheduler.end(again)
             assert len(here.service.tiers.slots.lent(Tier.HOST)) >= 5
@@ -120,21 +120,16 @@ async def test_hung_reads_open_the_breaker_and_it_closes_when_they_return(
             await here.run(prompt)
         here.service.reset()
         disk = hung_reads(tmp_path, monkeypatch)
-        state = here.service.storage_state
-
-        def circuit() -> str | None:
-            return state()[0].circuit
-
         try:
             for prompt in prompts:
                 async with asyncio.timeout(10):
                     request = await here.admit(prompt)
                 here.service.scheduler.end(request)
-            await until(lambda: circuit() != BreakerState.CLOSED.value, "an open breaker")
+            await until(lambda: not is_closed(here), "an open breaker")
             assert disk.num_hung <= FileSettings().num_threads
         finally:
             disk.release()
-        await until(lambda: circuit() == BreakerState.CLOSED.value, "a closed breaker")
+        await until(lambda: is_closed(here), "a closed breaker")
         await here.settle()
         assert len(here.service.tiers.slots.lent(Tier.HOST)) == 0
 
@@ -174,21 +169,15 @@ async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_
         await until(lambda: (here.service.stats().host.used > 0) == on_host, "copies to the host")
         disk = HungCalls("writev", tmp_path / "fifo", monkeypatch)
         try:
-            publishing = asyncio.ensure_future(
-                publish_request(here.service, request, "ticket", [1])
-            )
-            await asyncio.wait([publishing], timeout=5)
-            assert publishing.done()
             with pytest.raises(HandoffError) as problem:
-                publishing.result()
+                async with asyncio.timeout(5):
+                    await publish_request(here.service, request, "ticket", [1])
             assert problem.value.reason == "storage_unavailable"
             assert disk.num_hung > 0
             here.service.scheduler.end(request)
             assert here.service.verify() == []
-            here.service.reset()
-            assert (
-                here.service.stats().host.used > 0
-            ) == on_host  # blocks that are being read are not evicted
+            here.service.reset()  # blocks that are being read are not evicted
+            assert (here.service.stats().host.used > 0) == on_host
         finally:
             disk.release()
         await here.settle()
@@ -197,8 +186,7 @@ async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_
         request = await here.admit(TOKENS)
         await here.prefill(request, TOKENS)
 
-        circuit = here.service.storage_state
-        await until(lambda: circuit()[0].circuit == BreakerState.CLOSED.value, "a closed breaker")
+        await until(lambda: is_closed(here), "a closed breaker")
         await finish(publish_request(here.service, request, "ticket", [1]))
         here.service.scheduler.end(request)
 

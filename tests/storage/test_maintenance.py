@@ -18,7 +18,7 @@ from tierkv.cli.storage import PATIENT, storage
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage import maintenance
-from tierkv.storage.codec import PlainCodec, TenantCodecs, Trust, ValueIdentity
+from tierkv.storage.codec import Codec, PlainCodec, TenantCodecs, Trust, ValueIdentity
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.file import FileStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -28,10 +28,10 @@ ONE, TWO = "tierkv:" + "1" * 16, "tierkv:" + "2" * 16
 
 
 def item(
-    group: str, number: int, *, payload: bytes = b"p" * 1000, ttl: float | None = None
+    group: str, number: int, *, ttl: float | None = None, codec: Codec | None = None
 ) -> PutItem:
     digest = bytes([number]) * 32
-    parts = PlainCodec().encode(payload, ValueIdentity(bytes(32), digest, 16))
+    parts = (codec or PlainCodec()).encode(b"p" * 1000, ValueIdentity(bytes(32), digest, 16))
     return PutItem(f"{group}:{digest.hex()}:0of1", parts, ttl_s=ttl)
 
 
@@ -94,13 +94,17 @@ def test_values_are_listed_by_prefix(url: str) -> None:
     assert not run("ls", url, "--limit", "6").stderr
 
 
-def damage(url: str, changed: PutItem) -> None:
+def damage(url: str, *changed: PutItem) -> None:
     async def put() -> None:
         store = open_store(url, StoreSettings(), SystemClock())
         async with store.running():
-            await store.put([changed])
+            await store.put(changed)
 
     asyncio.run(put())
+
+
+def cut_short(number: int) -> PutItem:
+    return replace(item(ONE, number), parts=(b"short",), keep_existing=False)
 
 
 def test_damaged_and_misfiled_values_are_found_and_removed(url: str) -> None:
@@ -110,9 +114,8 @@ def test_damaged_and_misfiled_values_are_found_and_removed(url: str) -> None:
     good = item(ONE, 9)
     content = bytearray(b"".join(good.parts))
     content[-1] ^= 1
-    damage(url, PutItem(good.name, (content,)))
-    damage(url, PutItem(item(ONE, 8).name, item(ONE, 7).parts))
-    damage(url, PutItem(item(ONE, 6).name, (b"short",)))
+    misfiled, short = PutItem(item(ONE, 8).name, item(ONE, 7).parts), cut_short(6)
+    damage(url, PutItem(good.name, (content,)), misfiled, short)
     result = run("verify", url)
     assert result.exit_code == 1
     assert "5 whole, 3 damaged" in result.output
@@ -197,11 +200,8 @@ def test_a_prefix_that_is_none_is_wrong_usage(url: str, prefix: str) -> None:
 def test_keyed_values_are_verified_by_who_has_the_key(
     url: str, trust: Trust, tmp_path: Path
 ) -> None:
-    codecs = TenantCodecs(trust, bytes(32))
-    for number, fingerprint in ((20, "1" * 16), (21, "2" * 16)):
-        digest = bytes([number]) * 32
-        parts = codecs("1" * 16).encode(b"p" * 100, ValueIdentity(bytes(32), digest, 16))
-        damage(url, PutItem(f"tierkv:{fingerprint}:{digest.hex()}:0of1", parts))
+    codec = TenantCodecs(trust, bytes(32))("1" * 16)
+    damage(url, item(ONE, 20, codec=codec), item(TWO, 21, codec=codec))
     assert "5 whole, 0 damaged, 2 keyed" in run("verify", url).output
     key = tmp_path / "key"
     key.write_text("00" * 32)
@@ -242,13 +242,12 @@ def test_who_may_not_look_is_told_so(url: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("trust", [Trust.SIGNED, Trust.SEALED])
 def test_damage_that_shows_without_a_key_is_told_without_one(url: str, trust: Trust) -> None:
-    digest, other = bytes([20]) * 32, bytes([21]) * 32
-    encode = TenantCodecs(trust, bytes(32))("1" * 16).encode
-    content = b"".join(encode(b"p" * 100, ValueIdentity(bytes(32), digest, 16)))
-    damage(url, PutItem(f"{ONE}:{digest.hex()}:0of1", (content[:-1],)))
-    damage(url, PutItem(f"{ONE}:{other.hex()}:0of1", (content,)))
-    result = run("verify", url)
-    assert "5 whole, 2 damaged, 0 keyed" in result.output
+    codec = TenantCodecs(trust, bytes(32))("1" * 16)
+    content = b"".join(item(ONE, 20, codec=codec).parts)
+    damage(
+        url, replace(item(ONE, 20), parts=(content[:-1],)), replace(item(ONE, 21), parts=(content,))
+    )
+    assert "5 whole, 2 damaged, 0 keyed" in run("verify", url).output
 
 
 def test_no_flipped_flag_hides_a_damaged_value(url: str) -> None:
@@ -268,9 +267,8 @@ def test_a_list_of_tails_is_no_block_and_can_be_damaged(url: str) -> None:
 
 
 def test_a_tail_filed_under_another_number_of_tokens_is_damaged(url: str) -> None:
-    for tokens in (16, 15):
-        good = item(ONE, 9)  # 16 tokens
-        damage(url, PutItem(f"{good.name}:partial:{tokens}", good.parts))
+    good = item(ONE, 9)  # 16 tokens
+    damage(url, *(PutItem(f"{good.name}:partial:{tokens}", good.parts) for tokens in (16, 15)))
     assert "6 whole, 1 damaged" in run("verify", url).output
 
 
@@ -296,8 +294,7 @@ def test_of_several_stores_it_is_said_whose_copy_is_damaged(tmp_path: Path) -> N
     urls = [(tmp_path / name).as_uri() for name in "ab"]
     for one, numbers in zip(urls, ((1,), (1, 2)), strict=True):
         asyncio.run(fill(one))
-        for number in numbers:
-            damage(one, replace(item(ONE, number), parts=(b"short",), keep_existing=False))
+        damage(one, *map(cut_short, numbers))
     result = run("verify", f"layered:{urls[0]}|{urls[1]}")
     why = "the value is shorter than its header"
     copies = ((1, urls[0]), (1, urls[1]), (2, urls[1]))
@@ -314,7 +311,7 @@ def test_damage_that_cannot_be_removed_is_told_all_the_same(
     async def refused(store: FileStore, names: Sequence[str]) -> int:
         raise StoreRefusedError(f"{names[0]}: Read-only file system")
 
-    damage(url, replace(item(ONE, 1), parts=(b"short",), keep_existing=False))
+    damage(url, cut_short(1))
     monkeypatch.setattr(FileStore, "delete", refused)
     result = run("verify", url, "--remove-damaged")
     assert result.exit_code == 1
@@ -327,7 +324,7 @@ def test_damage_that_cannot_be_removed_is_told_all_the_same(
 def test_a_near_store_that_is_down_keeps_nobody_from_the_far_one(tmp_path: Path) -> None:
     urls = [(tmp_path / name).as_uri() for name in "ab"]
     asyncio.run(fill(urls[1]))
-    damage(urls[1], replace(item(ONE, 1), parts=(b"short",), keep_existing=False))
+    damage(urls[1], cut_short(1))
     urls[0] = "redis://127.0.0.1:1"
     url = f"layered:{'|'.join(urls)}"
     result = run("verify", url, "--remove-damaged")
@@ -342,8 +339,7 @@ def test_a_near_store_that_is_down_keeps_nobody_from_the_far_one(tmp_path: Path)
 
 
 def test_a_store_of_several_is_given_as_much_time_as_one_alone(
-    empty_redis: RedisServer,
-    tmp_path: Path,
+    empty_redis: RedisServer, tmp_path: Path
 ) -> None:
     first = (tmp_path / "a").as_uri()
     asyncio.run(fill(first))

@@ -50,6 +50,7 @@ from tierkv.storage.codec import (
 )
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.maintenance import verify
+from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Buffer, GetStatus, PutItem, PutStatus, Store
 from tierkv.transfer.storage_io import StorageIO
 
@@ -205,10 +206,7 @@ async def place(
 @pytest.mark.parametrize("trust", Trust)
 @pytest.mark.parametrize("url", URLS)
 async def test_blocks_and_tails_come_back_byte_for_byte_through_a_payload_codec(
-    url: str,
-    trust: Trust,
-    tmp_path: Path,
-    empty_redis: RedisServer,
+    url: str, trust: Trust, tmp_path: Path, empty_redis: RedisServer
 ) -> None:
     async with place(url, trust, tmp_path, empty_redis) as here:
         await here.flush()
@@ -231,12 +229,9 @@ async def test_blocks_and_tails_come_back_byte_for_byte_through_a_payload_codec(
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, LONG.block_bytes - 1, LONG.block_bytes + 1])
-async def test_a_payload_of_another_length_than_the_slot_is_damage(
-    num_bytes: int,
-    tmp_path: Path,
-    empty_redis: RedisServer,
-) -> None:
-    async with place("memory://", Trust.TRUSTED, tmp_path, empty_redis) as here:
+async def test_a_payload_of_another_length_than_the_slot_is_damage(num_bytes: int) -> None:
+    here = Place(MemoryStore(MemorySettings(), SystemClock()), Trust.TRUSTED)
+    async with here.store.running(), here.io.running():
         key = here.keys[0]
         identity = here.io.slices.identity(key, here.io.slices.parts[0].shard)
         for payloads in (ZLIB, PAYLOAD_CODECS):
@@ -246,8 +241,7 @@ async def test_a_payload_of_another_length_than_the_slot_is_damage(
 
 
 async def test_nodes_with_and_without_a_payload_codec_share_what_both_can_read(
-    tmp_path: Path,
-    empty_redis: RedisServer,
+    tmp_path: Path, empty_redis: RedisServer
 ) -> None:
     """A reader with a codec reads values without one. A reader without the codec gets DAMAGED."""
     async with place("redis", Trust.TRUSTED, tmp_path, empty_redis, PAYLOAD_CODECS) as old:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.storage.values import content_of, landing
-from tierkv.clock import SystemClock
+from tests.storage.values import content_of, landing, redis_store
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
 from tierkv.storage.redis.store import RedisSettings, RedisStore
-from tierkv.storage.redis.url import parse_redis_url
 
 LONG = 3 << 19
 SHORT = 16 << 10
-NAMES = [f"t:f:{index:02}:0" for index in range(4)]
 FIVE = [f"t:f:{index:02}:0" for index in range(5)]
-MIB = 1 << 20
-HALF_MIB = MIB // 2
+NAMES = FIVE[:4]
+HALF_MIB = 512 << 10
 LONG_ENOUGH_TO_COME_S = 0.1
 # The second address differs from the client's (127.0.0.1), so its server counts as remote.
 HOME, AWAY = "127.0.0.1", "127.0.0.2"
@@ -88,8 +85,7 @@ async def slow_server(
     async with await asyncio.start_server(slow.serve, host, 0) as server:
         slow.port = server.sockets[0].getsockname()[1]
         settings = RedisSettings(connections, connections, timeout_s=30.0, connect_timeout_s=5.0)
-        url = parse_redis_url(f"redis://{host}:{slow.port}")
-        store = RedisStore(url, settings, SystemClock())
+        store = redis_store(f"redis://{host}:{slow.port}", settings)
         async with store.running(), asyncio.timeout(60):
             yield slow, store
 
@@ -112,10 +108,7 @@ async def test_short_values_and_questions_do_not_wait_for_the_answers_before() -
 
 @pytest.mark.parametrize(
     ("host", "num_bytes", "counts"),
-    [
-        (HOME, LONG, (2, 2, 2, 1)),
-        (AWAY, 3 << 18, (4, 3, 2, 1)),
-    ],
+    [(HOME, LONG, (2, 2, 2, 1)), (AWAY, 3 << 18, (4, 3, 2, 1))],
 )
 async def test_few_long_values_come_at_a_time_over_how_many_connections_ever(
     host: str, num_bytes: int, counts: tuple[int, ...]
@@ -125,9 +118,8 @@ async def test_few_long_values_come_at_a_time_over_how_many_connections_ever(
     items = [item for item, _ in landings]
     async with slow_server(connections=4, host=host) as (slow, store), asyncio.TaskGroup() as group:
         slow.is_empty = True
-        while store.stats.connections < 1 + len(
-            NAMES
-        ):  # waiting requests are sent when a connection is open
+        # Waiting requests are sent when a connection is open.
+        while store.stats.connections < 1 + len(NAMES):
             await store.get_into([landing(name, 1)[0] for name in NAMES])
         slow.is_empty = False
         getting = group.create_task(store.get_into(items))
@@ -142,10 +134,7 @@ async def test_few_long_values_come_at_a_time_over_how_many_connections_ever(
 
 async def test_what_ended_with_its_connection_is_in_nobodys_way() -> None:
     content = content_of(NAMES[0], LONG)
-    async with (
-        slow_server(connections=4, drops=3) as (slow, store),
-        asyncio.TaskGroup() as group,
-    ):
+    async with slow_server(connections=4, drops=3) as (slow, store), asyncio.TaskGroup() as group:
         putting = group.create_task(store.put([PutItem(NAMES[0], (content,))]))
         await until(lambda: bool(slow.heard))
         assert slow.drops == 0
@@ -154,53 +143,50 @@ async def test_what_ended_with_its_connection_is_in_nobodys_way() -> None:
         assert outcome.status is PutStatus.STORED
 
 
-def puts(num_bytes: int, names: Sequence[str] = FIVE) -> list[PutItem]:
-    return [PutItem(name, (content_of(name, num_bytes),)) for name in names]
+def five_puts() -> list[PutItem]:
+    return [PutItem(name, (content_of(name, HALF_MIB),)) for name in FIVE]
 
 
-async def open_all(slow: SlowServer, store: RedisStore, *, connections: int) -> None:
-    """Open `connections` connections for writes, lost ones included."""
-    slow.is_empty = True
-    while store.stats.connections < 1 + connections:
-        await store.put([PutItem(name, (b"short",)) for name in FIVE])
-    slow.is_empty = False
+async def carriers_of_five(slow: SlowServer) -> set[asyncio.StreamWriter]:
+    """Answer five long writes, of which two at a time arrive; return the connections used."""
+    carried_by = set()
+    for name, count in zip(FIVE, (2, 2, 2, 2, 1), strict=True):
+        _, key, value, _ = await slow.next_of(count)
+        assert (key, value) == (name.encode(), content_of(name, HALF_MIB))
+        carried_by |= {writer for _, writer in slow.heard}
+        slow.answer(b"+OK\r\n")
+    return carried_by
 
 
 async def test_two_long_values_at_a_time_are_sent_over_one_connection_and_the_others_idle() -> None:
     """The server would read several connections in turn."""
     async with slow_server(connections=4) as (slow, store), asyncio.TaskGroup() as group:
-        await open_all(slow, store, connections=4)
-        putting = group.create_task(store.put(puts(HALF_MIB)))
-        carried_by = set()
-        for name, count in zip(FIVE, (2, 2, 2, 2, 1), strict=True):
-            _, key, value, _ = await slow.next_of(count)
-            assert (key, value) == (name.encode(), content_of(name, HALF_MIB))
-            carried_by |= {writer for _, writer in slow.heard}
-            slow.answer(b"+OK\r\n")
+        slow.is_empty = True
+        while store.stats.connections < 1 + 4:
+            await store.put([PutItem(name, (b"short",)) for name in FIVE])
+        slow.is_empty = False
+        putting = group.create_task(store.put(five_puts()))
+        assert len(await carriers_of_five(slow)) == 1
         assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
-        assert len(carried_by) == 1
 
 
 async def test_all_that_the_only_connection_carried_is_sent_again_when_it_is_lost() -> None:
     async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
-        putting = group.create_task(store.put(puts(HALF_MIB)))
+        putting = group.create_task(store.put(five_puts()))
         await slow.next_of(2)
         for _, writer in slow.heard:
             writer.transport.abort()
         await until(lambda: len(slow.heard) == 4)
         del slow.heard[:2]
         slow.begun -= 2
-        for name, count in zip(FIVE, (2, 2, 2, 2, 1), strict=True):
-            _, key, value, _ = await slow.next_of(count)
-            assert (key, value) == (name.encode(), content_of(name, HALF_MIB))
-            slow.answer(b"+OK\r\n")
+        await carriers_of_five(slow)
         assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
 
 
 async def test_a_cancel_is_raised_when_none_of_two_values_is_on_its_way_any_more() -> None:
     """Until then the connection uses the caller's buffers."""
     async with slow_server(connections=1) as (slow, store):
-        putting = asyncio.create_task(store.put(puts(HALF_MIB)))
+        putting = asyncio.create_task(store.put(five_puts()))
         for count in (2, 1):
             await slow.next_of(count)
             putting.cancel()

@@ -8,14 +8,14 @@ import pytest
 
 from tests.redis_groups import RedisCluster
 from tests.redis_server import RedisServer
-from tests.storage.values import content_of, get_one, put_one
+from tests.storage.test_redis_cluster import id_of
+from tests.storage.values import PATIENT, content_of, get_one, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage import maintenance
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import GetStatus, PutStatus, Store, Usage
 from tierkv.storage.redis.cluster import slot_of
-from tierkv.storage.redis.store import RedisSettings
 
 OURS = [f"t:f:{index:02}:0" for index in range(30)]
 # Keys that Redis accepts and that are not valid names of values.
@@ -34,6 +34,7 @@ STRANGE = (
 )
 BESIDE = (b"t", b"tt:f:00:0", b"other:f:00:0", b"T:f:00:0", b"t2:f:00:0")
 COMMANDS = ("get", "set", "exists", "unlink", "pexpire", "ping")
+OF_CLUSTERS = ("cluster|slots", "asking")
 
 
 @pytest.fixture(params=["redis", "cluster"])
@@ -47,8 +48,14 @@ def servers(request: pytest.FixtureRequest) -> list[RedisServer]:
 def opened(servers: list[RedisServer], login: str = "") -> Store:
     hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
     scheme = "redis" if len(servers) == 1 else "redis+cluster"
-    patient = StoreSettings(redis=RedisSettings(timeout_s=100.0, connect_timeout_s=50.0))
-    return open_store(f"{scheme}://{login}{hosts}", patient, SystemClock())
+    return open_store(f"{scheme}://{login}{hosts}", StoreSettings(redis=PATIENT), SystemClock())
+
+
+def give_rights(servers: list[RedisServer], *more: str) -> None:
+    """Give the user `limited` the documented rights and `more`. Blocks the thread."""
+    rights = ("reset", "on", ">pw", "~t:*", *(f"+{command}" for command in (*COMMANDS, *more)))
+    for server in servers:
+        server.execute("ACL", "SETUSER", "limited", *rights)
 
 
 def owner_of(servers: list[RedisServer], key: bytes) -> RedisServer:
@@ -91,14 +98,8 @@ async def test_the_rights_that_are_documented_are_enough_and_end_at_the_prefix(
     servers: list[RedisServer],
 ) -> None:
     """A cluster needs the commands `cluster|slots` and `asking` in addition."""
-    more = () if len(servers) == 1 else ("cluster|slots", "asking")
-
-    def give_rights(*commands: str) -> None:
-        rights = ("reset", "on", ">pw", "~t:*", *(f"+{command}" for command in commands))
-        for server in servers:
-            server.execute("ACL", "SETUSER", "limited", *rights)
-
-    await asyncio.to_thread(give_rights, *COMMANDS, *more)
+    more = () if len(servers) == 1 else OF_CLUSTERS
+    await asyncio.to_thread(give_rights, servers, *more)
     await asyncio.to_thread(lambda: owner_of(servers, b"u:f:a:0").execute("SET", "u:f:a:0", "x"))
     store = opened(servers, "limited:pw@")
     async with store.running():
@@ -116,10 +117,10 @@ async def test_the_rights_that_are_documented_are_enough_and_end_at_the_prefix(
         for refused in (store.delete(["u:f:a:0"]), store.list("t:", limit=5)):
             with pytest.raises(StoreUnavailableError, match="permission"):
                 await refused
-        await asyncio.to_thread(give_rights, *COMMANDS, *more, "scan")
+        await asyncio.to_thread(give_rights, servers, *more, "scan")
         with pytest.raises(StoreUnavailableError, match=r"refused STRLEN or PTTL: .*permission"):
             await store.usage("t:f:")
-        await asyncio.to_thread(give_rights, *COMMANDS, *more, "scan", "strlen", "pttl")
+        await asyncio.to_thread(give_rights, servers, *more, "scan", "strlen", "pttl")
         assert (await store.usage("t:f:")).num_values == len(OURS) + 1
         assert await store.delete(OURS) == len(OURS)
     assert await asyncio.to_thread(
@@ -146,13 +147,9 @@ async def test_a_slot_on_its_way_is_followed_with_the_documented_rights(
     target = servers[(servers.index(source) + 1) % len(servers)]
 
     def begin() -> None:
-        for server in servers:
-            server.execute(
-                "ACL", "SETUSER", "mover", "reset", "on", ">pw", "~t:*",
-                *(f"+{command}" for command in (*COMMANDS, "cluster|slots", "asking")),
-            )  # fmt: skip
-        target.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", _id(source))
-        source.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", _id(target))
+        give_rights(servers, *OF_CLUSTERS)
+        target.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", id_of(source))
+        source.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", id_of(target))
 
     def end() -> None:
         for server in servers:
@@ -160,15 +157,10 @@ async def test_a_slot_on_its_way_is_followed_with_the_documented_rights(
 
     await asyncio.to_thread(begin)
     try:
-        store = opened(servers, "mover:pw@")
+        store = opened(servers, "limited:pw@")
         async with store.running():
             assert await put_one(store, name, b"asked") is PutStatus.STORED
             assert await get_one(store, name, 5) == (GetStatus.HIT, b"asked")
             assert await store.delete([name]) == 1
     finally:
         await asyncio.to_thread(end)
-
-
-def _id(server: RedisServer) -> str:
-    found = server.execute("CLUSTER", "MYID")
-    return found.decode() if isinstance(found, bytes) else str(found)
