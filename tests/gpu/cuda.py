@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.preloaded import output_of
 from tierkv.cache.layout import Layout
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, Ids, Lane, Planes
 from tierkv.gpu.units import Order
@@ -157,8 +156,3 @@ def run_python(script: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def run_program(name: str, seed: int) -> None:
-    """Run a program of stand_in_programs.py."""
-    assert output_of("tests.gpu.stand_in_programs", name, str(seed)) == "as promised\n"

@@ -34,6 +34,7 @@ from tierkv.errors import (
     LayoutError,
     TransferError,
 )
+from tierkv.gpu import open_device
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, Planes
 from tierkv.gpu.units import Order, UnitSizes
 from tierkv.ranks.memory import SharedSlots, shared_memory, side_by_side
@@ -395,12 +396,26 @@ class _Fp8Tensor:
         return (1, 0)
 
 
-def tensors_that_do_not_fit(gpu: Gpu, seed: int) -> None:
-    """What cannot be adopted is refused, with what to do."""
+def what_cannot_be_opened(gpu: Gpu, seed: int) -> None:
+    """A GPU that is not there, or a tensor that cannot be adopted, is refused with what to do."""
+    _expect(ConfigError, "there is no GPU 99", lambda: open_device("cuda:99"))
     device, layout = new_device(), layered(1, [("key", "float8", 1)], num_layers=1)
     _expect(ConfigError, "a view of its bytes", lambda: device.adopt_planes(layout, [_Fp8Tensor()]))
     point = np.array(7, np.uint8)
     _expect(LayoutError, "no dimensions", lambda: device.adopt_planes(layout, [point]))
+
+
+def hardware_queues(gpu: Gpu, seed: int) -> None:
+    """A lane beside an engine that has computed before needs as many as the driver makes."""
+    from tierkv.gpu.cuda_device import num_queues  # noqa: PLC0415 - once the stand-in is there
+
+    told = {None: 8, "": 8, "1": 1, "32": 32, "99": 32, "0": 1, "many": 8, "-4": 8}
+    for value, expected in told.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+            if value is not None:
+                patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+            assert num_queues() == expected, value
 
 
 def a_doctor(gpu: Gpu, seed: int) -> None:
@@ -434,24 +449,9 @@ def _everything_is_given_back(gpu: Gpu) -> None:
     assert not [name for name in names if not name.startswith("tierkv-shared")]
 
 
-PROGRAMS = (
-    random_copies,
-    copies_that_begin_as_rectangles,
-    tensors_in_allocations_of_their_own,
-    calls_that_fail,
-    memory_that_is_refused,
-    memory_of_an_engine_is_pinned_where_a_copy_waits,
-    slots_that_others_have_mapped,
-    an_engine_that_owns_its_blocks,
-    memory_that_is_closed,
-    errors,
-    tensors_that_do_not_fit,
-    a_doctor,
-)
-
 if __name__ == "__main__":
     _, name, seed = sys.argv
     number = int(seed)
     stand_in = install(number)
-    next(program for program in PROGRAMS if program.__name__ == name)(stand_in, number)
+    globals()[name](stand_in, number)
     sys.stdout.write("as promised\n")

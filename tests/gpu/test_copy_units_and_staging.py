@@ -15,41 +15,25 @@ from tests.layouts import ALL_LAYOUTS
 from tierkv.errors import LayoutError
 from tierkv.gpu.units import MAX_BLOCKS, Order, Ring, UnitPlanner, UnitSizes, joined
 
-
-@given(
-    name=st.sampled_from(sorted(ALL_LAYOUTS)),
-    order=st.sampled_from(Order),
-    num_blocks=st.integers(1, 3000),
+SIZES = st.builds(
+    UnitSizes,
     first=st.integers(1, 10_000),
     min_unit=st.integers(1, 10_000),
     max_unit=st.integers(1, 100_000),
     last=st.integers(1, 100_000),
-    piece=st.integers(1, 2000),
+    last_share=st.integers(1, 40),
     share=st.integers(1, 40),
+    piece=st.integers(1, 2000),
 )
+
+
+@given(st.sampled_from(sorted(ALL_LAYOUTS)), st.sampled_from(Order), st.integers(1, 3000), SIZES)
 def test_units_hold_every_byte_once_layers_ascending(
-    name: str,
-    order: Order,
-    num_blocks: int,
-    first: int,
-    min_unit: int,
-    max_unit: int,
-    last: int,
-    piece: int,
-    share: int,
+    name: str, order: Order, num_blocks: int, sizes: UnitSizes
 ) -> None:
     layout = ALL_LAYOUTS[name]
     held = np.zeros((num_blocks, layout.block_bytes), np.uint8)
     layer = 0
-    sizes = UnitSizes(
-        first=first,
-        min_unit=min_unit,
-        max_unit=max_unit,
-        last=last,
-        piece=piece,
-        share=share,
-        last_share=share,
-    )
     for unit in UnitPlanner(layout, order, sizes).plan(num_blocks):
         held[unit.start : unit.stop, unit.first_byte : unit.first_byte + unit.num_bytes] += 1
         assert unit.layers.start >= layer
@@ -57,7 +41,7 @@ def test_units_hold_every_byte_once_layers_ascending(
         assert 0 < unit.num_blocks <= MAX_BLOCKS
         assert unit.row_bytes >= unit.num_bytes
         assert unit.row_bytes % 16 == 0
-        assert unit.staging_bytes <= max(max_unit, unit.row_bytes)
+        assert unit.staging_bytes <= max(sizes.max_unit, unit.row_bytes)
     assert (held == 1).all()
 
 
