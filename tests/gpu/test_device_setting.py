@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tierkv.errors import ConfigError
@@ -22,9 +20,6 @@ def test_a_name_that_is_none_is_refused_with_those_that_are(name: str) -> None:
         open_device(name)
 
 
-def test_cuda_without_cupy_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name.startswith("tierkv.gpu.cuda")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
+def test_cuda_without_cupy_is_refused_with_the_remedy(without_cupy: None) -> None:
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[cuda12\]'.*tierkv doctor"):
         open_device("cuda")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import sys
@@ -11,19 +10,23 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from tests.gpu.test_memory_limits import write
 from tierkv.cli import main
 from tierkv.gpu import numa
 
 
-def doctor() -> list[str]:
+def run_doctor(storage: str, *options: str) -> Result:
     of_a_gateway = {"TIERKV_GATEWAY__PORT": "81"}  # one environment serves both roles
-    found = CliRunner().invoke(main, ["doctor", "--storage", "none"], env=of_a_gateway)
+    found = CliRunner().invoke(main, ["doctor", "--storage", storage, *options], env=of_a_gateway)
     assert found.exit_code in {0, 1}, found.output
     assert found.stdout, found.output
-    return found.stdout.splitlines()
+    return found
+
+
+def doctor() -> list[str]:
+    return run_doctor("none").stdout.splitlines()
 
 
 def test_a_doctor_does_not_guess_where_the_machine_says_nothing(root: Path) -> None:
@@ -63,26 +66,17 @@ def test_a_doctor_says_whether_memory_may_be_placed_where_there_is_a_choice(root
     assert ("allowed" in told) == numa.may_place()
 
 
-def test_without_cupy_a_doctor_ends_with_an_error_and_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for module in [name for name in sys.modules if name.startswith("tierkv.gpu.cuda")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
-    found = CliRunner().invoke(
-        main, ["doctor", "--storage", "none"], env=dict(os.environ, LC_ALL="C")
-    )
+def test_without_cupy_a_doctor_ends_with_an_error_and_the_remedy(without_cupy: None) -> None:
+    found = run_doctor("none")
     assert found.exit_code == 1
     assert "CuPy" in found.stdout
     assert "pip install -e '.[cuda12]'" in found.stdout
 
 
 def test_a_doctor_measures_the_store(tmp_path: Path) -> None:
-    url = (tmp_path / "store").as_uri()
-    found = CliRunner().invoke(main, ["doctor", "--storage", url])
-    assert "GB/s written" in found.stdout
+    assert "GB/s written" in run_doctor((tmp_path / "store").as_uri()).stdout
     assert [one for one in (tmp_path / "store").rglob("*") if one.stat().st_size > 1 << 19] == []
-    gone = CliRunner().invoke(main, ["doctor", "--storage", "redis://127.0.0.1:1", "--json"])
+    gone = run_doctor("redis://127.0.0.1:1", "--json")
     assert gone.exit_code == 1
     [told] = [one for one in json.loads(gone.stdout)["findings"] if one["what"] == "store"]
     assert told["verdict"] == "bad"
@@ -93,10 +87,10 @@ def test_a_doctor_measures_the_store(tmp_path: Path) -> None:
 def test_a_doctor_compares_this_machines_clock_with_the_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float, which: str
 ) -> None:
-    arguments = ["doctor", "--storage", (tmp_path / "store").as_uri()]
-    right = CliRunner().invoke(main, arguments).stdout
+    url = (tmp_path / "store").as_uri()
+    right = run_doctor(url).stdout
     assert re.search(r"^clock +0\.\d\d s from the store's$", right, re.MULTILINE)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + ahead_s)
-    wrong = CliRunner().invoke(main, arguments).stdout
+    wrong = run_doctor(url).stdout
     assert f"this machine's clock is 660 s {which} it  [warning]" in wrong
