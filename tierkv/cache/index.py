@@ -11,7 +11,7 @@ the device, so are all blocks before it. Blocks that are only in storage are not
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 import msgspec
@@ -162,11 +162,7 @@ class Spaces:
                 order.resized(quota[order.tier] or 0)
         else:
             self._open_own(space, kinds)
-            roots = [self._roots[space.name], *self.retired(space.name)]
-            pending = [child for root in roots for child in root.children.values()]
-            while pending:
-                node = pending.pop()
-                pending.extend(node.children.values())
+            for node in _below([self._roots[space.name], *self.retired(space.name)]):
                 for order in self.own_orders[space.name]:
                     if not node.holders:
                         order.num_unheld += node.num_present(order.tier)
@@ -230,12 +226,16 @@ class Spaces:
 
         The call visits the whole tree, so only checks (`verify`) and listings use it.
         """
-        roots = [*self._roots.values(), *self.retired()]
-        pending = [child for root in roots for child in root.children.values()]
-        while pending:
-            node = pending.pop()
-            pending.extend(node.children.values())
-            yield node
+        return _below([*self._roots.values(), *self.retired()])
+
+
+def _below(nodes: Iterable[TreeNode]) -> Iterator[TreeNode]:
+    """Yield all nodes below these ones, each before its children."""
+    pending = [child for node in nodes for child in node.children.values()]
+    while pending:
+        node = pending.pop()
+        pending.extend(node.children.values())
+        yield node
 
 
 # A node with more blocks gets a child for new blocks: appending them would copy the node's arrays.
@@ -539,7 +539,7 @@ class Tree:
         while node.parent is not None and not node.children:
             device, host = node.device.num_present, node.host.num_present if node.host else 0
             if device or host:
-                if device < node.num_blocks and host < node.num_blocks:
+                if device < node.num_blocks and host < node.num_blocks and not node.holders:
                     self._trim(node)
                 return
             if node.holders:
@@ -561,8 +561,6 @@ class Tree:
         return parent
 
     def _trim(self, node: TreeNode) -> None:
-        if node.holders:
-            return
         device, host = node.copies
         resident = (device.states | host.states).nonzero()[0]
         keep = int(resident[-1]) + 1
@@ -1284,12 +1282,7 @@ class Index:
         """
         assert node.holders == 0, "a held copy is never evicted"
         freed: tuple[list[Ids], list[Ids]] = ([], [])
-        pending, order = [node], []
-        while pending:
-            part = pending.pop()
-            order.append(part)
-            pending.extend(part.children.values())
-        for part in reversed(order):
+        for part in reversed([node, *_below([node])]):
             start = i if part is node else 0
             for tier in Tier:
                 ready = part.copies[tier].is_in(CopyState.READY, start, part.num_blocks)

@@ -483,18 +483,6 @@ def block_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
     return hashlib.sha256(parent + tokens + extra).digest()
 
 
-def tail_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
-    """Return the key of a tail (partial last block of a prompt), a SHA-256 digest of 32 bytes.
-
-    Args:
-        parent: key of the block before, or the root if the prompt has no full block; 32 bytes.
-        tokens: packed tokens of the tail.
-        extra: extra keys of the tail; b"" for none.
-    """
-    length = (len(tokens) // TOKEN_BYTES).to_bytes(4, "little")
-    return hashlib.sha256(_TAIL_TAG + parent + length + tokens + extra).digest()
-
-
 def chain(root: bytes, prompt: Prompt, start: int = 0, stop: int | None = None) -> list[bytes]:
     """Return the keys of full blocks [start, stop) of a prompt, 32 bytes each.
 
@@ -550,7 +538,9 @@ class Tail:
 
     @property
     def digest(self) -> bytes:
-        return tail_digest(self.parent, self.tokens, self.extra)
+        """The tail's key, a SHA-256 digest of 32 bytes."""
+        length = count(self.tokens).to_bytes(4, "little")
+        return hashlib.sha256(_TAIL_TAG + self.parent + length + self.tokens + self.extra).digest()
 
 
 @dataclass(frozen=True, slots=True)

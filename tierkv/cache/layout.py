@@ -10,9 +10,11 @@ bytes in a host slot and in a stored value.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -103,23 +105,14 @@ class Layout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Offset of each plane in a host slot, in bytes."""
-        starts, at = [], 0
-        for plane in self.planes:
-            starts.append(at)
-            at += plane.block_bytes
-        return tuple(starts)
+        return tuple(accumulate((plane.block_bytes for plane in self.planes[:-1]), initial=0))
 
     @cached_property
     def planes_of_layer(self) -> tuple[range, ...]:
         """One range for each layer: the indices of the layer's planes in `planes`."""
-        ranges, start = [], 0
-        for layer in range(self.num_layers):
-            stop = start
-            while stop < len(self.planes) and self.planes[stop].layer == layer:
-                stop += 1
-            ranges.append(range(start, stop))
-            start = stop
-        return tuple(ranges)
+        counts = Counter(plane.layer for plane in self.planes)
+        stops = accumulate(counts[layer] for layer in range(self.num_layers))
+        return tuple(range(start, stop) for start, stop in pairwise((0, *stops)))
 
     @cached_property
     def has_token_bytes(self) -> bool:
@@ -245,14 +238,8 @@ def attention_layout(
         block_size: number of tokens of a block.
     """
     token_bytes = num_kv_heads * head_dim * item_bytes
-    return Layout(
-        block_size=block_size,
-        planes=tuple(
-            Plane(layer, role, dtype, token_bytes * block_size, token_bytes)
-            for layer in range(num_layers)
-            for role in ("key", "value")
-        ),
-    )
+    roles = [(role, dtype, token_bytes) for role in ("key", "value")]
+    return layered(block_size, roles, num_layers)
 
 
 def layered(block_size: int, roles: Sequence[tuple[str, str, int]], num_layers: int) -> Layout:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -105,16 +106,15 @@ class ShardScheme:
         """
         planes = []
         for plane in self.whole.planes:
-            start, stop = self._range(plane, shard)
-            width = stop - start
             if plane.role not in self.heads:
                 planes.append(plane)
-            elif plane.token_bytes is None:
-                planes.append(replace(plane, block_bytes=width))
+                continue
+            start, stop = self._range(plane, shard)
+            if plane.token_bytes is None:
+                planes.append(replace(plane, block_bytes=stop - start))
             else:
-                planes.append(
-                    replace(plane, token_bytes=width, block_bytes=width * self.whole.block_size)
-                )
+                block_bytes = (stop - start) * self.whole.block_size
+                planes.append(replace(plane, token_bytes=stop - start, block_bytes=block_bytes))
         return Layout(self.whole.block_size, tuple(planes))
 
     def sources(self, reader: Shard, writers: int) -> tuple[Shard, ...]:
@@ -189,28 +189,25 @@ class ShardScheme:
             )
 
     def _pieces(self, reader: Shard, writers: int, tokens: int) -> Iterator[Piece]:
-        ours = _Payload(self.layout(reader), tokens)
-        theirs = {
-            shard: _Payload(self.layout(shard), tokens)
-            for shard in (Shard(rank, writers) for rank in range(writers))
-        }
-        nearest = self._nearest(reader, writers)
+        lengths, offsets = _places(self.layout(reader), tokens)
+        writing = [Shard(rank, writers) for rank in range(writers)]
+        theirs = {shard: _places(self.layout(shard), tokens)[1] for shard in writing}
+        nearest = writing[reader.rank * writers // reader.size]
         for index, plane in enumerate(self.whole.planes):
             if plane.role not in self.heads:
                 yield Piece(
-                    nearest, theirs[nearest].offsets[index], 0, ours.offsets[index], 0,
-                    ours.lengths[index], 1,
-                )  # fmt: skip
+                    nearest, theirs[nearest][index], 0, offsets[index], 0, lengths[index], 1
+                )
                 continue
             at, stop = start, _ = self._range(plane, reader)
             while at < stop:
-                shard, first, last = self._holder(plane, at, writers, nearest)
+                shard, first, last = self._holder(plane, at, (nearest, *writing))
                 width = min(last, stop) - at
                 yield Piece(
                     shard,
-                    theirs[shard].offsets[index] + at - first,
+                    theirs[shard][index] + at - first,
                     last - first,
-                    ours.offsets[index] + at - start,
+                    offsets[index] + at - start,
                     stop - start,
                     width,
                     1 if plane.token_bytes is None else tokens,
@@ -219,9 +216,7 @@ class ShardScheme:
 
     def _range(self, plane: Plane, shard: Shard) -> tuple[int, int]:
         """Return the range (start, stop) of a rank's heads in the bytes of a plane's heads."""
-        heads = self.heads.get(plane.role)
-        if heads is None:
-            return 0, _bytes_of_heads(plane)
+        heads = self.heads[plane.role]
         head_bytes = _bytes_of_heads(plane) // heads
         if shard.size <= heads:
             if heads % shard.size:
@@ -233,17 +228,12 @@ class ShardScheme:
         head = shard.rank * heads // shard.size
         return head * head_bytes, (head + 1) * head_bytes
 
-    def _nearest(self, reader: Shard, writers: int) -> Shard:
-        return Shard(reader.rank * writers // reader.size, writers)
+    def _holder(self, plane: Plane, at: int, shards: Sequence[Shard]) -> tuple[Shard, int, int]:
+        """Return the first shard that has byte `at` of the plane, and the shard's byte range.
 
-    def _holder(
-        self, plane: Plane, at: int, writers: int, nearest: Shard
-    ) -> tuple[Shard, int, int]:
-        """Return a writer's shard that has byte `at` of the plane, and the shard's byte range.
-
-        `at` and the range count the bytes of all heads of one token, and `nearest` is preferred.
+        `at` and the range count the bytes of all heads of one token.
         """
-        for shard in (nearest, *(Shard(rank, writers) for rank in range(writers))):
+        for shard in shards:
             start, stop = self._range(plane, shard)
             if start <= at < stop:
                 return shard, start, stop
@@ -254,25 +244,14 @@ def _bytes_of_heads(plane: Plane) -> int:
     return plane.block_bytes if plane.token_bytes is None else plane.token_bytes
 
 
-class _Payload:
-    """The position of each plane in a stored slice of `tokens` tokens.
-
-    Attributes:
-        lengths: bytes of each plane.
-        offsets: offset of each plane, in bytes.
-    """
-
-    def __init__(self, layout: Layout, tokens: int) -> None:
-        is_whole = layout.stored_bytes(tokens) == layout.block_bytes
-        self.lengths: Sequence[int] = [
-            plane.block_bytes if is_whole else (plane.token_bytes or 0) * tokens
-            for plane in layout.planes
-        ]
-        self.offsets: list[int] = []
-        at = 0
-        for length in self.lengths:
-            self.offsets.append(at)
-            at += length
+def _places(layout: Layout, tokens: int) -> tuple[list[int], list[int]]:
+    """Return the bytes of each plane in a stored slice of `tokens` tokens, and its offset."""
+    is_whole = layout.stored_bytes(tokens) == layout.block_bytes
+    lengths = [
+        plane.block_bytes if is_whole else (plane.token_bytes or 0) * tokens
+        for plane in layout.planes
+    ]
+    return lengths, [0, *accumulate(lengths)]
 
 
 def _runs(payload: Bytes1D, start: int, pitch: int, piece: Piece) -> Bytes1D:
