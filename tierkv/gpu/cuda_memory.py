@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import Any
 
 import cupy
@@ -52,7 +53,7 @@ def copy_rectangle(
 class DeviceMemory:
     """GPU memory from cudaMalloc.
 
-    The memory is freed when this object and all arrays from `view` are deleted.
+    The memory is freed when this object is deleted; arrays from `byte_view` keep their owner.
 
     Attributes:
         num_bytes: size of the memory in bytes.
@@ -64,20 +65,6 @@ class DeviceMemory:
         with gpu.bound():
             self._memory: Any = cupy.cuda.Memory(max(num_bytes, 1))
         self.address = int(self._memory.ptr)
-
-    def view(
-        self, offset: int, shape: tuple[int, int], strides: tuple[int, int]
-    ) -> npt.NDArray[np.uint8]:
-        """Return a CuPy array of bytes in this memory.
-
-        Args:
-            offset: bytes from the start of the memory.
-            shape: number of rows, and bytes of a row.
-            strides: bytes from row to row, and 1.
-        """
-        pointer = cupy.cuda.MemoryPointer(self._memory, offset)
-        array: npt.NDArray[np.uint8] = cupy.ndarray(shape, cupy.uint8, pointer, strides)
-        return array
 
     def write(self, data: npt.NDArray[np.void]) -> None:
         """Copy `data` to the start of this memory, and wait until the copy has ended.
@@ -205,7 +192,7 @@ def opened_ipc(gpu: Gpu, handles: Sequence[bytes]) -> Iterator[dict[bytes, int]]
                 runtime.ipcCloseMemHandle(address)
 
 
-_PLANE_ALIGNMENT = 512
+_ALIGNMENT = 512  # of a plane, in bytes
 _GIB = 1 << 30
 
 
@@ -270,10 +257,8 @@ def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
         ConfigError: the GPU has too little free memory.
         DeviceFailedError: this process can no longer use the GPU.
     """
-    offsets, at = [], 0
-    for plane in layout.planes:
-        offsets.append(at)
-        at += -(-num_blocks * plane.block_bytes // _PLANE_ALIGNMENT) * _PLANE_ALIGNMENT
+    sizes = [num_blocks * plane.block_bytes for plane in layout.planes]
+    *offsets, at = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
     try:
         memory = DeviceMemory(gpu, at)
     except DeviceFailedError:
@@ -283,22 +268,12 @@ def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
             f"{num_blocks} blocks need {at / _GIB:.1f} GiB of GPU memory, which cannot "
             f"be allocated ({error}): lower cache.device_blocks"
         ) from error
-    return CudaPlanes(
-        layout,
-        num_blocks,
-        [
-            memory.view(offset, (num_blocks, plane.block_bytes), (plane.block_bytes, 1))
-            for offset, plane in zip(offsets, layout.planes, strict=True)
-        ],
-        [
-            PlaneMemory(
-                memory.address + offset,
-                plane.block_bytes,
-                range(memory.address, memory.address + memory.num_bytes),
-            )
-            for offset, plane in zip(offsets, layout.planes, strict=True)
-        ],
-    )
+    allocation = range(memory.address, memory.address + memory.num_bytes)
+    places = [
+        PlaneMemory(memory.address + offset, plane.block_bytes, allocation)
+        for offset, plane in zip(offsets, layout.planes, strict=True)
+    ]
+    return _views(layout, num_blocks, places, [memory] * len(places), None)
 
 
 def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaPlanes:
