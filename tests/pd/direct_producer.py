@@ -16,11 +16,10 @@ from typing import Any
 
 import msgspec
 
-from tests.latch import finish
+from tests.pd import nodes
 from tests.preloaded import ForkedProgram
 from tests.redis_server import PATIENT
-from tests.sessions import claim_request, publish_request
-from tests.world import World, world
+from tests.world import World, tokens, world
 from tierkv.clock import SystemClock
 from tierkv.pd.settings import HandoffSettings
 from tierkv.storage.factory import open_store
@@ -69,17 +68,8 @@ def producer(url: str, **fields: Any) -> Iterator[Producer]:
 
 
 async def claim(node: World, count: int, ticket: str = "t") -> None:
-    """All of a prompt of `count` tokens from 0 on, every byte as the producer computed it; nothing
-    is left afterwards."""
-    prompt = list(range(count))
-    request, found = await finish(
-        claim_request(node.service, "claim", ticket, node.prompt(prompt), max_new_tokens=1)
-    )
-    await finish(request.gate.all_layers(100.0))
-    assert found is not None
-    assert request.cached_tokens == count
-    node.check_kv(request, prompt, count)
-    await node.ended(request)
+    """All of a prompt of `count` tokens from 0 on, every byte as the producer computed it."""
+    await nodes.claim(node, tokens(count), ticket)
 
 
 async def no_leases(running: Producer) -> None:
@@ -87,14 +77,6 @@ async def no_leases(running: Producer) -> None:
         while (await asyncio.to_thread(running.state))["leases"]:  # noqa: ASYNC110 - a process
             await asyncio.sleep(0.01)
     assert (await asyncio.to_thread(running.state))["findings"] == []
-
-
-async def _publish(node: World, count: int, ticket: str, base: int) -> None:
-    tokens = list(range(base, base + count))
-    request = await node.admit(tokens)
-    await node.prefill(request, tokens)
-    await publish_request(node.service, request, ticket, [42])
-    await node.ended(request)
 
 
 async def _main(url: str, fields: dict[str, Any]) -> None:
@@ -110,11 +92,10 @@ async def _main(url: str, fields: dict[str, Any]) -> None:
             work = json.loads(line)
             answer: dict[str, Any] = {}
             if work["do"] == "publish":
-                await _publish(node, work["count"], work["ticket"], work["base"])
+                await nodes.publish(node, tokens(work["count"], work["base"]), work["ticket"])
             else:
-                assert node.service.handoff is not None
                 answer = {
-                    "leases": node.service.handoff.source.num_leases,
+                    "leases": nodes.leases(node),
                     "findings": node.service.verify(),
                     "shown": node.service.stats().handoff.shown_blocks,
                 }

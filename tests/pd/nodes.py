@@ -6,25 +6,22 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from tests.latch import finish
 from tests.sessions import claim_request, publish_request
-from tests.world import World, world
+from tests.world import World, tokens, world
 from tierkv.cache.keys import Fingerprint
 from tierkv.clock import Clock, SystemClock
+from tierkv.errors import HandoffError
 from tierkv.pd.handoff import Published
 from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.tickets import Ticket
 from tierkv.sched.request import Request
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import Store
 
 BLOCK = 4
 ROOM = {"device_blocks": 64, "host_blocks": 64}
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
-
-
 TOKENS = tokens(42)  # ten blocks, and a tail
 
 
@@ -41,25 +38,30 @@ async def pair(
     *,
     clock: Clock | None = None,
     who: Fingerprint | None = None,
-    seen_as: Store | None = None,
     store: MemoryStore | None = None,
     **cache: Any,
 ) -> AsyncIterator[tuple[World, World]]:
     """there, here: of the prefill and of the decode node. who: the decode node, if another than
-    the prefill node. seen_as: the store to it. cache: CacheSettings of it."""
+    the prefill node. cache: CacheSettings of it."""
     shared = store or MemoryStore(MemorySettings(), clock or SystemClock())
     chosen = ROOM | cache
     room = {"device_blocks": max(64, chosen["device_blocks"]), "host_blocks": chosen["host_blocks"]}
     async with (
         world(store=shared, handoff=there or settings(), **room) as prefill,
-        world(store=seen_as or shared, handoff=here or settings(), who=who, **chosen) as decode,
+        world(store=shared, handoff=here or settings(), who=who, **chosen) as decode,
     ):
         yield prefill, decode
 
 
-async def publish(node: World, prompt: Sequence[int] = TOKENS, ticket: str = "ticket") -> Published:
+async def computed(node: World, prompt: Sequence[int]) -> Request:
+    """A request that runs, with all of its prompt computed."""
     request = await node.admit(prompt)
     await node.prefill(request, prompt)
+    return request
+
+
+async def publish(node: World, prompt: Sequence[int] = TOKENS, ticket: str = "ticket") -> Published:
+    request = await computed(node, prompt)
     published = await finish(publish_request(node.service, request, ticket, [42, 43]))
     await node.ended(request)
     return published
@@ -92,3 +94,25 @@ async def claim(
     request = await claimed(node, prompt, ticket, **options)
     assert request.cached_tokens == len(prompt)
     await node.ended(request)
+
+
+async def refused(
+    node: World, prompt: Sequence[int] = TOKENS, ticket: str = "ticket", **options: Any
+) -> HandoffError:
+    """Why the claim is refused; nothing is left afterwards."""
+    with pytest.raises(HandoffError) as error:
+        await claimed(node, prompt, ticket, **options)
+    await node.settle()
+    assert node.service.stats().running_requests == 0
+    return error.value
+
+
+async def ticket_of(node: World, ticket: str = "ticket") -> Ticket:
+    found = await finish(node.service.require_handoff().tickets.read(ticket))
+    assert found is not None
+    return found
+
+
+def leases(node: World) -> int:
+    """How much of the node's memory is held for others to read."""
+    return node.service.require_handoff().source.num_leases

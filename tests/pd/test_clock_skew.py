@@ -80,10 +80,9 @@ async def test_a_stream_and_its_lease_are_alive_whatever_the_claimers_clock_says
     async with nodes(url, 0, here_s) as (prefill, decode), prefilling(prefill, TOKENS) as here:
         await here.compute(20)
         await here.stored(5)
-        tickets = decode.service.handoff.tickets
+        tickets = decode.service.require_handoff().tickets
         assert (await status_of(tickets, "t")).state is Standing.OPEN
-        await here.compute(len(TOKENS))
-        here.finish()
+        await here.rest()
         await decode.ended(await claim_early(decode, TOKENS))
 
 
@@ -93,7 +92,7 @@ async def test_a_ticket_expires_by_the_stores_clock_and_the_refusal_says_so(
 ) -> None:
     async with nodes(url, AHEAD_S, here_s, ticket_ttl_s=0.2) as (prefill, decode):
         published = await publish(prefill)
-        tickets = decode.service.handoff.tickets
+        tickets = decode.service.require_handoff().tickets
         await until(lambda: tickets.now() > published.ticket.expires_at, "the ticket's end")
         why = "by the store's clock: prefill"
         if here_s:

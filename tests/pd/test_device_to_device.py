@@ -61,8 +61,7 @@ def counts(node: World) -> tuple[int, int, int]:
 
 
 def leases(node: World) -> int:
-    assert node.service.handoff is not None
-    return node.service.handoff.source.num_leases
+    return node.service.require_handoff().source.num_leases
 
 
 def overwrite(node: World) -> None:
@@ -131,8 +130,7 @@ async def test_an_id_that_another_prompt_uses_by_now_never_shows_its_blocks() ->
     async with pair() as (prefill, decode):
         other = [1000 + token for token in TOKENS]
         await prefill.run(other)
-        handoff = prefill.service.handoff
-        assert handoff is not None
+        handoff = prefill.service.require_handoff()
         assert handoff.source.offer("ticket", prefill.prompt(other), handoff.ledger) is not None
         await claim(decode)  # every byte is looked at
 
@@ -295,8 +293,7 @@ async def test_planes_are_shown_to_processes_of_this_user_and_machine_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with pair() as (prefill, _):
-        assert prefill.service.handoff is not None
-        ticket = await finish(prefill.service.handoff.tickets.read("ticket"))
+        ticket = await finish(prefill.service.require_handoff().tickets.read("ticket"))
         assert ticket is not None
         address = ticket.direct
         assert address is not None

@@ -49,8 +49,7 @@ async def pair(**there: Any) -> AsyncIterator[tuple[World, World]]:
 
 
 async def ticket_of(node: World, ticket_id: str = "ticket") -> Ticket:
-    assert node.service.handoff is not None
-    found = await finish(node.service.handoff.tickets.read(ticket_id))
+    found = await finish(node.service.require_handoff().tickets.read(ticket_id))
     assert found is not None
     return found
 
@@ -62,8 +61,7 @@ async def address_of(node: World, ticket_id: str = "ticket") -> DirectAddress:
 
 
 def leases(node: World) -> int:
-    assert node.service.handoff is not None
-    return node.service.handoff.source.num_leases
+    return node.service.require_handoff().source.num_leases
 
 
 @asynccontextmanager
@@ -181,8 +179,7 @@ async def test_noise_holds_nothing_and_harms_nobody(
 async def test_bytes_that_changed_since_are_fetched_from_storage() -> None:
     async with pair() as (prefill, decode):
         address = await address_of(prefill)
-        assert decode.service.handoff is not None
-        source = decode.service.handoff.source
+        source = decode.service.require_handoff().source
         with source.supply() as near:
             near.learn(await ticket_of(prefill))
             await finish(near.ask(decode.prompt(TOKENS)))
@@ -205,8 +202,7 @@ async def test_bytes_that_changed_since_are_fetched_from_storage() -> None:
 
 async def test_a_question_that_was_cancelled_anywhere_can_be_asked_again() -> None:
     async with pair() as (prefill, decode):
-        assert decode.service.handoff is not None
-        source = decode.service.handoff.source
+        source = decode.service.require_handoff().source
         prompt = decode.prompt(TOKENS)
         for num_turns in range(30):
             with source.supply() as near:
@@ -224,9 +220,8 @@ async def test_a_question_that_was_cancelled_anywhere_can_be_asked_again() -> No
 async def test_a_ticket_that_was_claimed_opens_nothing_any_more() -> None:
     async with pair() as (prefill, decode):
         address = await address_of(prefill)
-        assert prefill.service.handoff is not None
         await claim(decode)
-        ledger = prefill.service.handoff.ledger
+        ledger = prefill.service.require_handoff().ledger
         await until(lambda: ledger.num_holds == 0, "the acknowledgement")
         async with connected(address) as channel:
             assert (await ask(channel, address)).blocks == ()
@@ -248,8 +243,7 @@ async def test_a_prompt_whose_ticket_is_not_written_is_offered_no_more() -> None
     async with nodes.pair(way, way, store=store) as (prefill, _):
         with pytest.raises(HandoffError):
             await publish(prefill)
-        assert prefill.service.handoff is not None
-        assert prefill.service.handoff.ledger.num_holds == 0
+        assert prefill.service.require_handoff().ledger.num_holds == 0
         for request in prefill.service.scheduler.running_requests:
             prefill.service.scheduler.end(request)
 
@@ -334,8 +328,7 @@ async def test_a_port_that_is_taken_only_costs_the_direct_path() -> None:
     taken = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
     async with taken, pair(direct_port=port) as (prefill, decode):
-        assert prefill.service.handoff is not None
-        ticket = await finish(prefill.service.handoff.tickets.read("ticket"))
+        ticket = await finish(prefill.service.require_handoff().tickets.read("ticket"))
         assert ticket is not None
         assert ticket.direct is None
         await claim(decode)
@@ -376,8 +369,7 @@ async def test_an_unexpected_error_costs_the_claimer_its_connection_and_ends_no_
 
 async def opened(node: World) -> None:
     """Return when the ticket t is open."""
-    assert node.service.handoff is not None
-    while (await status_of(node.service.handoff.tickets, "t")).state is not Standing.OPEN:
+    while (await status_of(node.service.require_handoff().tickets, "t")).state is not Standing.OPEN:
         await turns(3)
 
 
@@ -399,8 +391,7 @@ async def test_a_failure_that_a_full_store_does_not_take_is_told_by_the_producer
                 await computing.compute(8)
                 await finish(opened(decode))
                 server.execute("CONFIG", "SET", "maxmemory", "1")
-                await computing.compute(COUNT)
-                computing.finish()
+                await computing.rest()
                 with pytest.raises(HandoffError, match=r"gave up: .*OOM") as caught:
                     async with asyncio.timeout(20):
                         await claiming
@@ -410,7 +401,7 @@ async def test_a_failure_that_a_full_store_does_not_take_is_told_by_the_producer
                 again = asyncio.create_task(nodes.claimed(decode, ticket="t", name="again"))
                 await computing.compute(COUNT)
                 await asyncio.wait([again], timeout=0.1)
-                computing.finish()
+                computing.stream.finish([42])
                 await decode.ended(await again)
 
 

@@ -103,8 +103,7 @@ async def test_a_producer_that_dies_after_it_has_said_where_blocks_are_is_no_los
     async with claimer(url, **WAYS[way]) as node:
         with producer(url, **WAYS[way]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-            handoff = node.service.handoff
-            assert handoff is not None
+            handoff = node.service.require_handoff()
             ticket = await handoff.tickets.read("t")
             assert ticket is not None
             with handoff.source.supply() as near:
@@ -202,8 +201,7 @@ async def test_a_claimer_that_dies_or_hangs_holds_nothing_for_long(url: str, end
     async with claimer(url) as node:
         with producer(url, direct_lease_s=60.0 if end == "killed" else 0.5) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-            handoff = node.service.handoff
-            assert handoff is not None
+            handoff = node.service.require_handoff()
             ticket = await handoff.tickets.read("t")
             assert ticket is not None
             assert ticket.direct is not None
@@ -239,8 +237,7 @@ async def test_hand_offs_leave_no_connection_and_no_thread(url: str, way: str) -
                 await claim(node, COUNT, f"t{number}")
             assert counts(node)[way] == 11 * BLOCKS
             await no_leases(other)
-            handoff = node.service.handoff
-            assert handoff is not None
+            handoff = node.service.require_handoff()
             ticket = await handoff.tickets.read("t9")
             assert ticket is not None
             assert ticket.direct is not None

@@ -56,8 +56,7 @@ async def published(server: RedisServer) -> AsyncIterator[tuple[ExactNode, Exact
 
 
 def tickets_of(node: ExactNode) -> Tickets:
-    handoff = node.service.handoff
-    assert handoff is not None
+    handoff = node.service.require_handoff()
     return handoff.tickets
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 
 from tests.latch import finish, turns, until
 from tests.layouts import LAYOUTS
-from tests.pd.nodes import TOKENS, claim, claimed, pair, publish, settings, tokens
-from tests.sessions import claim_request, publish_request
+from tests.pd.nodes import TOKENS, claim, claimed, computed, pair, publish, refused, settings
+from tests.sessions import publish_request
 from tests.storage.values import TurnedClock, put_one
-from tests.world import World, fingerprint, kv_of, world
+from tests.world import World, fingerprint, kv_of, tokens, world
 from tierkv.cache.keys import Fingerprint, Names, pack
 from tierkv.cache.layout import Layout, attention_layout
 from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError, StoreDownError
@@ -27,6 +27,7 @@ from tierkv.pd.handoff import NUM_GROUPS, Staging
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import OpenTicket, Ticket
 from tierkv.sched.copies import GROUP_BLOCKS
+from tierkv.sched.request import Request
 from tierkv.storage import codec
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus, PutItem, PutOutcome, PutStatus
@@ -36,23 +37,13 @@ from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus, PutItem, Put
 SOON_S = 1.0
 
 
-async def refused(
-    decode: World, prompt: list[int], ticket_id: str = "ticket", **options: Any
-) -> HandoffError:
-    with pytest.raises(HandoffError) as error:
-        await finish(
-            claim_request(
-                decode.service,
-                "claim",
-                ticket_id,
-                decode.prompt(prompt),
-                max_new_tokens=1,
-                **options,
-            )
-        )
-    await decode.settle()
-    assert decode.service.stats().device.used == 0 or decode.service.stats().running_requests == 0
-    return error.value
+@asynccontextmanager
+async def running(handoff: HandoffSettings | None = None) -> AsyncIterator[tuple[World, Request]]:
+    """A node with a store, and a request of nine tokens that are computed."""
+    async with world(with_store=True, handoff=handoff) as here:
+        request = await computed(here, tokens(9))
+        yield here, request
+        await here.ended(request)
 
 
 async def test_many_claims_at_once_get_one_fetch() -> None:
@@ -98,8 +89,7 @@ async def test_a_claim_waits_on_while_a_store_that_has_answered_is_left_alone(
 @pytest.mark.promise("A ticket is written after every block.")
 async def test_the_ticket_is_written_after_every_block() -> None:
     async with pair() as (prefill, decode):
-        request = await prefill.admit(tokens(9))
-        await prefill.prefill(request, tokens(9))
+        request = await computed(prefill, tokens(9))
         name = Names("tierkv", "").ticket("ticket")
         prefill.the_store.hold()
         async with asyncio.TaskGroup() as group:
@@ -143,8 +133,7 @@ async def test_publishing_again_writes_only_the_ticket() -> None:
 @pytest.mark.parametrize("failures", [1, 3])
 async def test_a_store_that_fails_for_a_moment_costs_a_publish_only_that(failures: int) -> None:
     async with pair() as (prefill, decode):
-        request = await prefill.admit(tokens(9))
-        await prefill.prefill(request, tokens(9))
+        request = await computed(prefill, tokens(9))
         prefill.the_store.fail_next(failures)
         await finish(publish_request(prefill.service, request, "t", [1]))
         await prefill.ended(request)
@@ -161,22 +150,17 @@ async def test_a_store_with_an_open_breaker_is_not_asked_again_by_a_publish(
         num_asked += 1
         raise StoreDownError("it is left alone")
 
-    async with world(with_store=True) as here:
-        request = await here.admit(tokens(9))
-        await here.prefill(request, tokens(9))
+    async with running() as (here, request):
         monkeypatch.setattr(here.the_store, "exists", exists)
         with pytest.raises(HandoffError, match="left alone"):
             await finish(publish_request(here.service, request, "t", [1]))
         assert num_asked == 1
-        here.service.scheduler.end(request)
 
 
 async def test_a_block_that_the_store_refuses_is_offered_once_and_there_is_no_ticket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with world(with_store=True) as here:
-        request = await here.admit(tokens(9))
-        await here.prefill(request, tokens(9))
+    async with running() as (here, request):
         refused, num_refused = here.names(tokens(9))[1], 0
         store, put = here.the_store, here.the_store.put
 
@@ -192,39 +176,28 @@ async def test_a_block_that_the_store_refuses_is_offered_once_and_there_is_no_ti
             await finish(publish_request(here.service, request, "t", [1]))
         assert num_refused == 1
         assert not await store.exists([Names("tierkv", "").ticket("t")])
-        here.service.scheduler.end(request)
 
 
 async def test_a_publish_has_a_deadline() -> None:  # fault 12
-    settings = HandoffSettings(publish_deadline_s=0.3)
-    async with world(with_store=True, handoff=settings) as here:
-        request = await here.admit(tokens(9))
-        await here.prefill(request, tokens(9))
+    async with running(HandoffSettings(publish_deadline_s=0.3)) as (here, request):
         here.the_store.hold()
         with pytest.raises(HandoffError, match="within") as error:
             await finish(publish_request(here.service, request, "ticket", [1]))
         assert error.value.reason == "storage_unavailable"
         here.the_store.release()
-        await here.ended(request)
 
 
 async def test_a_publish_whose_copy_fails_says_so() -> None:
-    async with world(with_store=True) as here:
-        request = await here.admit(tokens(9))
-        await here.prefill(request, tokens(9))
+    async with running() as (here, request):
         here.latch.fail_next(Direction.OFFLOAD, 2)  # the host's own copy, and the publish's
         with pytest.raises(HandoffError, match="caught fire"):
             await finish(publish_request(here.service, request, "ticket", [1]))
         await finish(publish_request(here.service, request, "ticket", [1]))
-        await here.ended(request)
 
 
 async def test_staging_slots_stay_lent_until_the_copy_of_a_cancelled_publish_has_ended() -> None:
-    async with world(with_store=True) as here:
-        handoff = here.service.handoff
-        assert handoff is not None
-        request = await here.admit(tokens(9))
-        await here.prefill(request, tokens(9))
+    async with running() as (here, request):
+        handoff = here.service.require_handoff()
         here.latch.hold(Direction.OFFLOAD)
         publishing = asyncio.create_task(publish_request(here.service, request, "t", [1]))
         await here.latch.until_held()
@@ -234,34 +207,6 @@ async def test_staging_slots_stay_lent_until_the_copy_of_a_cancelled_publish_has
         assert any("staging" in finding for finding in handoff.findings())
         here.latch.release()
         await until(lambda: handoff.findings() == [], "free slots")
-        await here.ended(request)
-
-
-async def test_staging_is_reused_only_when_the_copy_into_it_has_ended() -> None:
-    """A publish that is cancelled while the device writes its staging slots."""
-    async with pair(device_blocks=64) as (prefill, decode):
-        requests = []
-        for number in range(3):
-            request = await prefill.admit(tokens(9, 100 * number))
-            await prefill.prefill(request, tokens(9, 100 * number))
-            requests.append(request)
-        prefill.latch.hold(Direction.OFFLOAD)
-        async with asyncio.TaskGroup() as group:
-            publishing = [
-                group.create_task(publish_request(prefill.service, request, f"t{n}", [1]))
-                for n, request in enumerate(requests)
-            ]
-            await prefill.latch.until_held()
-            publishing[0].cancel()
-            await turns(20)
-            assert prefill.service.verify() == []
-            assert not publishing[2].done()
-            prefill.latch.release()
-        for number in (1, 2):
-            await claim(decode, tokens(9, 100 * number), f"t{number}", new=0)
-        for request in requests:
-            prefill.service.scheduler.end(request)
-        await prefill.settle()
 
 
 @pytest.mark.parametrize("state", ["not computed", "half computed", "ended"])

@@ -66,8 +66,7 @@ async def waiting(server: RedisServer, *, lease_s: float) -> AsyncIterator[Waiti
         exact_node(store(), handoff=settings) as decode,
     ):
         await prefill.engine.prefill(prefill.job(PROMPT, 1), "t")
-        handoff = prefill.service.handoff
-        assert handoff is not None
+        handoff = prefill.service.require_handoff()
         tickets = handoff.tickets
         ticket = await tickets.read("t")
         assert ticket is not None

@@ -52,8 +52,7 @@ async def node(store: Store) -> AsyncIterator[World]:
 @asynccontextmanager
 async def computed(store: Store) -> AsyncIterator[tuple[World, Request]]:
     async with node(store) as here:
-        request = await here.admit(PROMPT)
-        await here.prefill(request, PROMPT)
+        request = await computed(here, PROMPT)
         yield here, request
         await here.ended(request)
         assert here.service.verify() == []

@@ -105,8 +105,7 @@ async def test_a_block_that_went_although_it_was_promised_is_a_gap(gone: int) ->
 async def test_a_claim_is_acknowledged_when_its_blocks_are_on_the_device() -> None:
     async with pair() as (prefill, decode, _):
         await publish(prefill, PROMPT, "ticket")
-        handoff = decode.service.handoff
-        assert handoff is not None
+        handoff = decode.service.require_handoff()
         decode.latch.hold(Direction.LOAD)
         request, _ = await finish(
             claim_request(
@@ -124,8 +123,7 @@ async def test_a_claim_is_acknowledged_when_its_blocks_are_on_the_device() -> No
 async def test_a_claim_whose_load_fails_is_acknowledged_all_the_same() -> None:
     async with pair() as (prefill, decode, _):
         await publish(prefill, PROMPT, "ticket")
-        handoff = decode.service.handoff
-        assert handoff is not None
+        handoff = decode.service.require_handoff()
         decode.latch.fail_next(Direction.LOAD)
         request, _ = await finish(
             claim_request(

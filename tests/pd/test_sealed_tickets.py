@@ -73,8 +73,7 @@ async def get(store: MemoryStore, name: str) -> bytes:
 
 
 def ticket_name(world: World, ticket: str = "ticket") -> str:
-    assert world.service.handoff is not None
-    return world.service.handoff.tickets.names.ticket(ticket)
+    return world.service.require_handoff().tickets.names.ticket(ticket)
 
 
 async def test_a_prompt_is_handed_over_through_a_store_that_is_not_trusted(
@@ -95,7 +94,7 @@ async def test_a_ticket_that_somebody_without_the_key_wrote_is_not_used(
 ) -> None:
     """Word for word what the producer would have written, where nothing is sealed."""
     async with published(store, trust) as (prefill, decode):
-        tickets = prefill.service.handoff.tickets  # type: ignore[union-attr]
+        tickets = prefill.service.require_handoff().tickets  # type: ignore[union-attr]
         ticket = await finish(tickets.read("ticket"))
         assert isinstance(ticket, Ticket)
         name = ticket_name(prefill)
@@ -127,8 +126,7 @@ async def test_an_acknowledgement_or_a_lease_without_the_key_says_nothing(
     store: MemoryStore, trust: Trust
 ) -> None:
     async with published(store, trust) as (prefill, _):
-        handoff = prefill.service.handoff
-        assert handoff is not None
+        handoff = prefill.service.require_handoff()
         ticket = await finish(handoff.tickets.read("ticket"))
         assert ticket is not None
         forged = Acknowledgement(

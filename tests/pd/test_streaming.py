@@ -4,17 +4,17 @@ in which that can end is told apart."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from tests.latch import PATIENCE_S, CancelPoint, finish, turns, until
-from tests.pd.nodes import BLOCK, pair, settings, tokens
+from tests.pd.nodes import pair, settings
 from tests.sessions import claim_request, open_stream
 from tests.storage.values import TurnedClock
-from tests.world import World, background_tasks, world
+from tests.world import BLOCK, World, background_tasks, tokens, world
 from tierkv.cache.keys import Names, Prompt, pack
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
@@ -55,7 +55,9 @@ class Prefill:
 
         await finish(look())
 
-    def finish(self) -> None:
+    async def rest(self) -> None:
+        """All that is left of it, and its first token."""
+        await self.compute(len(self.prompt))
         self.stream.finish([42])
 
 
@@ -87,6 +89,21 @@ async def claim(node: World, prompt: list[int], ticket: str = "t", **options: An
     return request
 
 
+async def whole(node: World, claiming: Awaitable[Request], prompt: list[int]) -> None:
+    """Every byte of the prompt is claimed; nothing is left afterwards."""
+    request = await finish(claiming)
+    node.check_kv(request, prompt, len(prompt))
+    await node.ended(request)
+
+
+async def dies(node: World) -> None:
+    """A producer of 21 tokens has stored eight, and says nothing more, as one that was killed."""
+    async with prefilling(node, tokens(21)) as here:
+        await here.compute(8)
+        await here.stored(2)
+        here.task.cancel()
+
+
 @pytest.mark.promise("A claim loads blocks before the ticket is written.")
 async def test_blocks_are_fetched_and_loaded_before_the_ticket_is_there() -> None:
     prompt = tokens(42)
@@ -98,13 +115,9 @@ async def test_blocks_are_fetched_and_loaded_before_the_ticket_is_there() -> Non
             await until(lambda: decode.service.stats().loaded_bytes > 0, "an early load")
             assert not claiming.done()
             assert await prefill.the_store.exists([Names("tierkv", "").ticket("t")]) == 0
-            await here.compute(42)
-            here.finish()
-        published = here.task.result()
-        assert published.early_blocks >= 5
-        request = await finish(claiming)
-        decode.check_kv(request, prompt, 42)
-        await decode.ended(request)
+            await here.rest()
+        assert here.task.result().early_blocks >= 5
+        await whole(decode, claiming, prompt)
 
 
 async def test_what_came_for_a_claim_before_its_ticket_counts_as_from_storage() -> None:
@@ -118,7 +131,7 @@ async def test_what_came_for_a_claim_before_its_ticket_counts_as_from_storage() 
                 await here.stored(count // BLOCK)
                 most = count // BLOCK - 2
                 await until(lambda: decode.storage_stats.fetched_blocks >= most, "a fetch")  # noqa: B023
-            here.finish()
+            here.stream.finish([42])
         request = await finish(claiming)
         assert request.matched == Matched(device_tokens=8, storage_tokens=34)
         decode.service.scheduler.end(request)
@@ -148,10 +161,7 @@ async def test_a_producer_that_dies_in_the_middle_is_lost_not_late() -> None:
     clock = TurnedClock()
     async with pair(clock=clock) as (prefill, decode):
         claiming = asyncio.create_task(claim(decode, tokens(21)))
-        async with prefilling(prefill, tokens(21)) as here:
-            await here.compute(8)
-            await here.stored(2)
-            here.task.cancel()  # nothing is said any more, as by a process that was killed
+        await dies(prefill)
         clock.now += settings().producer_lease_s + 1
         with pytest.raises(HandoffError, match="no longer renews its lease") as error:
             await finish(claiming)
@@ -165,8 +175,7 @@ async def test_a_node_that_ends_by_an_error_says_no_more_that_it_lives() -> None
 
     async def live(names: list[str]) -> None:
         async with world(store=store, handoff=settings()) as node:
-            assert node.service.handoff is not None
-            tickets = node.service.handoff.tickets
+            tickets = node.service.require_handoff().tickets
             names.append(tickets.names.producer(tickets.lease.incarnation))
             with tickets.lease.held():
                 await finish(tickets.lease.written())
@@ -189,27 +198,17 @@ async def test_a_producer_that_only_takes_long_is_not_yet() -> None:
             with pytest.raises(HandoffError, match="has published") as error:
                 await claim(decode, tokens(21), deadline_s=1.0)
             assert error.value.reason == "not_yet"
-            await here.compute(21)
-            here.finish()
-        request = await finish(claim(decode, tokens(21)))
-        decode.check_kv(request, tokens(21), 21)
-        await decode.ended(request)
+            await here.rest()
+        await whole(decode, claim(decode, tokens(21)), tokens(21))
 
 
 async def test_another_producer_may_take_over_where_one_died() -> None:
-    clock = TurnedClock()
-    async with pair(clock=clock) as (prefill, decode):
+    async with pair(clock=TurnedClock()) as (prefill, decode):
         claiming = asyncio.create_task(claim(decode, tokens(21)))
-        async with prefilling(prefill, tokens(21)) as here:
-            await here.compute(8)
-            await here.stored(2)
-            here.task.cancel()
+        await dies(prefill)
         async with prefilling(prefill, tokens(21)) as again:
-            await again.compute(21)
-            again.finish()
-        request = await finish(claiming)
-        decode.check_kv(request, tokens(21), 21)
-        await decode.ended(request)
+            await again.rest()
+        await whole(decode, claiming, tokens(21))
 
 
 @pytest.mark.parametrize("failures", [1, 5])
@@ -224,11 +223,8 @@ async def test_a_store_that_fails_in_the_middle_only_delays(failures: int) -> No
             await here.compute(16)
             await until(lambda: prefill.the_store.num_operations > 3)
             prefill.the_store.fail_next(0)
-            await here.compute(42)
-            here.finish()
-        request = await finish(claiming)
-        decode.check_kv(request, prompt, 42)
-        await decode.ended(request)
+            await here.rest()
+        await whole(decode, claiming, prompt)
 
 
 async def test_blocks_that_the_store_lost_in_the_middle_are_stored_again() -> None:
@@ -238,11 +234,8 @@ async def test_blocks_that_the_store_lost_in_the_middle_are_stored_again() -> No
             await here.compute(24)
             await here.stored(6)
             await prefill.the_store.delete(prefill.names(prompt)[:6])  # as a restart does
-            await here.compute(42)
-            here.finish()
-        request = await finish(claim(decode, prompt))
-        decode.check_kv(request, prompt, 42)
-        await decode.ended(request)
+            await here.rest()
+        await whole(decode, claim(decode, prompt), prompt)
 
 
 async def test_a_store_that_stays_away_fails_the_publish_and_leaves_no_ticket() -> None:
@@ -250,8 +243,7 @@ async def test_a_store_that_stays_away_fails_the_publish_and_leaves_no_ticket() 
         async with prefilling(prefill, tokens(21)) as here:
             await here.compute(8)
             prefill.the_store.fail_next(10_000)
-            await here.compute(21)
-            here.finish()
+            await here.rest()
         with pytest.raises(HandoffError) as error:
             here.task.result()
         assert error.value.reason == "storage_unavailable"
@@ -266,11 +258,8 @@ async def test_a_copy_that_fails_in_the_middle_is_tried_again_at_the_end() -> No
             prefill.latch.fail_next(Direction.OFFLOAD)
             await here.compute(8)
             await until(lambda: prefill.latch.count(Direction.OFFLOAD) == 1)
-            await here.compute(21)
-            here.finish()
-        request = await finish(claim(decode, tokens(21)))
-        decode.check_kv(request, tokens(21), 21)
-        await decode.ended(request)
+            await here.rest()
+        await whole(decode, claim(decode, tokens(21)), tokens(21))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -286,8 +275,7 @@ async def test_a_claim_cancelled_at_any_await_leaves_nothing_behind(late: bool) 
                 await turns(5)
                 await here.compute(12)
                 await turns(5)
-                await here.compute(21)
-                here.finish()
+                await here.rest()
             try:
                 request = await finish(claiming)
             except asyncio.CancelledError:
@@ -305,21 +293,6 @@ async def test_a_claim_cancelled_at_any_await_leaves_nothing_behind(late: bool) 
         assert not decode.service.index.num_held_leases
 
 
-async def test_of_blocks_that_a_prompt_does_not_have_none_is_fetched() -> None:
-    asked: list[int] = []
-
-    async def bring(prompt: Prompt) -> bool:
-        asked.append(prompt.num_blocks)
-        return True
-
-    ahead = Ahead(Prompt(pack(tokens(40)), BLOCK), bring)
-    async with background({"ahead": ahead.run()}):
-        for _ in range(3):
-            ahead.ready(99)
-            await turns(3)
-    assert asked == [10]
-
-
 async def test_claims_that_wait_hold_no_blocks_that_others_need() -> None:
     prompt = tokens(40)
     async with pair(device_blocks=12, host_blocks=12) as (prefill, decode):
@@ -329,11 +302,8 @@ async def test_claims_that_wait_hold_no_blocks_that_others_need() -> None:
             await until(lambda: decode.storage_stats.fetched_blocks >= 8, "an early fetch")
             matched = await decode.run(tokens(44, 1000))
             assert matched.total_tokens == 0
-            await here.compute(40)
-            here.finish()
-        request = await finish(claiming)
-        decode.check_kv(request, prompt, 40)
-        await decode.ended(request)
+            await here.rest()
+        await whole(decode, claiming, prompt)
 
 
 async def test_a_claim_may_come_before_an_id_that_is_over_is_begun_again(
@@ -347,11 +317,8 @@ async def test_a_claim_may_come_before_an_id_that_is_over_is_begun_again(
             claiming = asyncio.create_task(claim(decode, prompt, "same"))
             await turns(50)  # it looks, and finds what the last one left
             async with prefilling(prefill, prompt, "same") as here:
-                await here.compute(13)
-                here.finish()
-            request = await finish(claiming)
-            decode.check_kv(request, prompt, 13)
-            await decode.ended(request)
+                await here.rest()
+            await whole(decode, claiming, prompt)
         monkeypatch.setattr(claims, "_GRACE_S", grace_s)
         with pytest.raises(HandoffError) as error:
             await claim(decode, tokens(13, 900), "same")
@@ -364,8 +331,7 @@ async def test_an_id_that_is_begun_again_while_a_claim_looks_at_what_it_was_is_n
     monkeypatch.setattr(claims, "_GRACE_S", PATIENCE_S)
     async with pair() as (prefill, decode):
         async with prefilling(prefill, tokens(13), "same") as here:
-            await here.compute(13)
-            here.finish()
+            await here.rest()
         await decode.ended(await finish(claim(decode, tokens(13), "same")))
 
         prompt, looks, may_go_on = tokens(13, 500), asyncio.Event(), asyncio.Event()
@@ -385,38 +351,26 @@ async def test_an_id_that_is_begun_again_while_a_claim_looks_at_what_it_was_is_n
             await here.stored(2)
             may_go_on.set()
             await turns(50)
-            await here.compute(13)
-            here.finish()
-        request = await finish(claiming)
-        decode.check_kv(request, prompt, 13)
-        await decode.ended(request)
+            await here.rest()
+        await whole(decode, claiming, prompt)
 
 
 async def test_with_a_policy_that_may_compute_a_lost_producer_is_no_failure() -> None:
     clock = TurnedClock()
     async with pair(clock=clock) as (prefill, decode):
-        async with prefilling(prefill, tokens(21)) as here:
-            await here.compute(8)
-            await here.stored(2)
-            here.task.cancel()
+        await dies(prefill)
         clock.now += settings().producer_lease_s + 1
-        request, ticket = await finish(
-            claim_request(
-                decode.service,
-                "claim",
-                "t",
-                decode.prompt(tokens(21)),
-                max_new_tokens=1,
-                policy=ClaimPolicy.RECOMPUTE,
-            )
-        )
-        assert ticket is None
+        request = await finish(claim(decode, tokens(21), policy=ClaimPolicy.RECOMPUTE))
+        assert decode.service.stats().handoff.claims_without_ticket == 1
         assert request.cached_tokens == 8  # what was whole is used all the same
         await decode.prefill(request, tokens(21))
         await decode.ended(request)
 
 
-async def test_what_is_told_of_a_prompt_during_a_fetch_is_fetched_after_it() -> None:
+@pytest.mark.parametrize("guess", [None, 99])
+async def test_what_is_told_of_a_prompt_during_a_fetch_is_fetched_after_it_and_once(
+    guess: int | None,
+) -> None:
     asked: list[int] = []
     went_on, may_end = asyncio.Event(), asyncio.Event()
 
@@ -429,8 +383,12 @@ async def test_what_is_told_of_a_prompt_during_a_fetch_is_fetched_after_it() -> 
 
     ahead = Ahead(Prompt(pack(tokens(40)), BLOCK), bring)
     async with background({"ahead": ahead.run()}):
-        ahead.ready(None)  # a guess: all of it
+        ahead.ready(guess)  # the prompt has ten
         await went_on.wait()
         ahead.ready(8)  # the producer says so
         may_end.set()
         await until(lambda: asked == [10, 8], "a fetch of what was told")
+        for _ in range(3):
+            ahead.ready(8)
+            await turns(3)
+        assert asked == [10, 8]

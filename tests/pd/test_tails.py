@@ -11,22 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.latch import finish
 from tests.layouts import LAYOUTS
-from tests.sessions import publish_request
+from tests.pd.nodes import computed, publish
 from tests.storage.values import TurnedClock, put_one
-from tests.world import World, fingerprint, world
+from tests.world import BLOCK, World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Names, Tail, pack
 from tierkv.clock import SystemClock
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.transfer.storage_io import MAX_TAILS
-
-BLOCK = 4
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 @asynccontextmanager
@@ -49,16 +42,6 @@ def list_name(node: World, prompt: list[int]) -> str:
     return Names("tierkv", node.service.fingerprint.short).tails(parent)
 
 
-@pytest.mark.parametrize("blocks", [0, 3])
-@pytest.mark.parametrize("more", [1, 2, 9])
-async def test_a_longer_prompt_takes_the_tail_of_a_shorter_one(blocks: int, more: int) -> None:
-    async with two() as (first, second):
-        left = tokens(blocks * BLOCK + 2)
-        await first.run(left)
-        matched = await second.run(tokens(len(left) + more))
-        assert matched.storage_tokens == len(left)
-
-
 @pytest.mark.parametrize("blocks", [0, 2])
 @pytest.mark.parametrize("shared", [1, 2])
 async def test_a_shorter_prompt_takes_the_first_tokens_of_a_longer_tail(
@@ -72,28 +55,31 @@ async def test_a_shorter_prompt_takes_the_first_tokens_of_a_longer_tail(
         assert (await first.run([*asked, 99])).total_tokens == len(asked)
 
 
-async def test_a_prompt_that_goes_another_way_takes_what_it_shares() -> None:
+@pytest.mark.parametrize("blocks", [0, 2])
+@pytest.mark.parametrize(
+    ("tails", "asked", "shared"),
+    [
+        ([[50, 51]], [50, 51, 1], 2),
+        ([[50, 51]], [50, 51, *tokens(2 * BLOCK + 1, 60)], 2),
+        ([[50, 51, 52]], [50, 51, 77, 78, 79], 2),
+        ([[50, 51, 52]], [66, 67], 0),
+        ([[50], [51, 52], [51, 52, 53], [54, 52, 53]], [51, 52, 53, 1, 2], 3),
+    ],
+    ids=["longer", "longer by blocks", "another way", "nothing", "of several"],
+)
+async def test_a_prompt_takes_the_tail_that_shares_most_as_far_as_it_does(
+    blocks: int, tails: list[list[int]], asked: list[int], shared: int
+) -> None:
     async with two() as (first, second):
-        await first.run(tokens(BLOCK + 3))
-        matched = await second.run([*tokens(BLOCK + 2), 77, 78, 79])
-        assert matched.storage_tokens == BLOCK + 2
-        assert (await second.run([*tokens(BLOCK), 66, 67])).total_tokens == BLOCK
-
-
-async def test_of_several_tails_the_one_that_shares_most_is_taken() -> None:
-    async with two() as (first, second):
-        for rest in ([50], [51, 52], [51, 52, 53], [54, 52, 53]):
-            await first.run([*tokens(BLOCK), *rest])
-        matched = await second.run([*tokens(BLOCK), 51, 52, 53, 1, 2])
-        assert matched.storage_tokens == BLOCK + 3
+        for tail in tails:
+            await first.run([*tokens(blocks * BLOCK), *tail])
+        matched = await second.run([*tokens(blocks * BLOCK), *asked])
+        assert matched.total_tokens == matched.storage_tokens == blocks * BLOCK + shared
 
 
 async def test_a_published_tail_is_found_too() -> None:
     async with two(storage_write=WritePolicy.NONE) as (first, second):
-        request = await first.admit(tokens(10))
-        await first.prefill(request, tokens(10))
-        await finish(publish_request(first.service, request, "ticket", [1]))
-        await first.ended(request)
+        await publish(first, tokens(10))
         assert (await second.run(tokens(15))).storage_tokens == 10
 
 
@@ -145,8 +131,6 @@ async def test_a_longer_tail_takes_the_place_of_its_own_beginning() -> None:
     async with two() as (first, _):
         await first.run(tokens(BLOCK + 1))
         await first.run(tokens(BLOCK + 3))
-        lists = first.service.tiers.copies.storage
-        assert lists is not None
         value = await first.the_store.get(list_name(first, tokens(BLOCK + 1)), max_bytes=1 << 16)
         assert value is not None
         assert value.count(pack(tokens(1, BLOCK))) == 1
@@ -177,17 +161,13 @@ async def test_a_list_that_names_what_is_gone_is_a_miss() -> None:
         assert (await second.run(tokens(BLOCK + 2))).storage_tokens == 0  # on the device by now
 
 
-async def run_on(node: World, prompt: list[int]) -> None:
-    request = await node.admit(prompt)
-    await node.prefill(request, prompt)
-    node.service.scheduler.end(request)
-
-
 async def test_two_requests_for_one_tail_fetch_it_once() -> None:
     async with two() as (first, second):
         await first.run(tokens(2 * BLOCK + 2))
         async with asyncio.TaskGroup() as group:
             for last in (81, 82, 83):
-                group.create_task(run_on(second, [*tokens(2 * BLOCK + 2), last]))
+                group.create_task(computed(second, [*tokens(2 * BLOCK + 2), last]))
+        for request in second.service.scheduler.running_requests:
+            second.service.scheduler.end(request)
         await second.settle()
         assert second.storage_stats.fetched_blocks == 3

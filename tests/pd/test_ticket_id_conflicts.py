@@ -135,8 +135,7 @@ async def test_who_begins_while_another_prompts_ticket_is_completed_is_told_and_
     async with three(stores) as (first, second, claimer):
         ticket = "in between"
         published: list[Published | DuplicateRequestError] = []
-        handoff = second.service.handoff
-        assert handoff is not None
+        handoff = second.service.require_handoff()
         put = handoff.tickets.put
 
         async def put_late(one: Ticket | OpenTicket, **more: Any) -> bool:
