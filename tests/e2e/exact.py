@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,6 +12,7 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
+from tests.latch import until
 from tests.sessions import begin_request
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, Prompt, pack
@@ -128,6 +129,12 @@ class ExactNode:
         finally:
             self.service.scheduler.end(request)
 
+    async def settle(self) -> None:
+        """Nothing runs any more, and the books are right."""
+        await until(lambda: self.service.tiers.work.num_tasks == 0, "an idle node")
+        assert self.service.stats().running_requests == 0
+        assert self.service.verify() == []
+
     async def where(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Blocks of `prompt` on the device and on the host only."""
         match = self.service.index.match(Prompt.of(list(prompt), BLOCK_SIZE))
@@ -167,6 +174,23 @@ async def exact_node(
     async with service.running(), engine.running():
         yield ExactNode(service, engine)
     device.close()
+
+
+@asynccontextmanager
+async def exact_pair(
+    open_store: Callable[[], Store], **settings: Any
+) -> AsyncIterator[tuple[ExactNode, ExactNode]]:
+    """A prefill and a decode node, each with a store of its own to one place, at rest at the end.
+
+    settings: as of `exact_node`, of both.
+    """
+    async with (
+        exact_node(open_store(), **settings) as prefill,
+        exact_node(open_store(), **settings) as decode,
+    ):
+        yield prefill, decode
+        await prefill.settle()
+        await decode.settle()
 
 
 def text(length: int, seed: int = 0) -> list[int]:

@@ -32,6 +32,7 @@ block_size = 16
 device_blocks = 1024
 host_blocks = 2048
 """
+NAMES = ("prefill1", "prefill2", "decode1", "decode2")
 NUM_TOKENS = 40
 _PAUSE_S = 0.05
 
@@ -61,34 +62,40 @@ class Answer:
             self.text += "".join(choice["text"] for choice in event.get("choices", []))
 
 
-class Fleet:
-    """Two prefill and two decode nodes over one directory, and a gateway."""
+class Nodes:
+    """Two prefill and two decode nodes over one store, and a gateway."""
 
-    def __init__(self, folder: Path, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, folder: Path, http: aiohttp.ClientSession, storage: str, config: str
+    ) -> None:
         self.folder = folder
         self.http = http
-        self.config = folder / "node.toml"
-        self.config.write_text(CONFIG)
-        # Who has a prefix is to be known however busy the machine is.
-        self.patient = folder / "gateway.toml"
-        self.patient.write_text("[deadlines]\nlookup_s = 5.0\n")
+        self.storage = storage
+        self._config = folder / "node.toml"
+        self._config.write_text(config)
         self.nodes: dict[str, NodeProcess] = {}
-        self.lives: dict[str, AsyncExitStack] = {}
+        self._lives: dict[str, AsyncExitStack] = {}
         self.gateway: NodeProcess
 
     async def start(self, name: str, port: int) -> None:
-        self.lives[name] = AsyncExitStack()
-        self.nodes[name] = await self.lives[name].enter_async_context(
+        self._lives[name] = AsyncExitStack()
+        self.nodes[name] = await self._lives[name].enter_async_context(
             node(
                 name,
                 role=name.rstrip("12"),
-                config=self.config,
-                storage=f"file://{self.folder / 'store'}",
+                config=self._config,
+                storage=self.storage,
                 folder=self.folder,
                 port=port,
-                direct="off",  # what is said here of a directory goes through it
+                direct="off",  # what is said here of a store goes through it
             )
         )
+
+    async def start_all(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for name in NAMES:
+                # One that no connection gets while the node is down.
+                tasks.create_task(self.start(name, free_port()))
 
     async def kill(self, name: str) -> None:
         self.nodes[name].process.kill()
@@ -96,16 +103,38 @@ class Fleet:
 
     async def restart(self, name: str) -> None:
         """At the same address, as an orchestrator would."""
-        await self.lives[name].aclose()
+        await self._lives[name].aclose()
         await self.start(name, port=int(self.nodes[name].url.rpartition(":")[2]))
 
-    def another_gateway(self) -> AbstractAsyncContextManager[NodeProcess]:
-        return gateway(
-            self.folder,
-            prefill=[self.nodes["prefill1"].url, self.nodes["prefill2"].url],
-            decode=[self.nodes["decode1"].url, self.nodes["decode2"].url],
-            options=("--config", str(self.patient)),
+    async def end(self) -> None:
+        for life in self._lives.values():
+            await life.aclose()
+
+    def another_gateway(self, *options: str) -> AbstractAsyncContextManager[NodeProcess]:
+        prefill, decode = (
+            [self.nodes[name].url for name in names] for names in (NAMES[:2], NAMES[2:])
         )
+        return gateway(self.folder, prefill=prefill, decode=decode, options=options)
+
+    async def completion(self, body: dict[str, Any]) -> Answer:
+        url = self.gateway.url + "/v1/completions"
+        async with self.http.post(url, json=body) as response:
+            answer = Answer(response.status)
+            if response.content_type == "text/event-stream":
+                async for line in response.content:
+                    answer.take(line.decode())
+            else:
+                answer.take((await response.read()).decode())
+                answer.is_whole = response.status == 200
+        return answer
+
+
+class Fleet(Nodes):
+    def patient_gateway(self) -> AbstractAsyncContextManager[NodeProcess]:
+        """It knows who has a prefix, however busy the machine is."""
+        patient = self.folder / "gateway.toml"
+        patient.write_text("[deadlines]\nlookup_s = 5.0\n")
+        return self.another_gateway("--config", str(patient))
 
     async def complete(
         self, length: int, seed: int, *, temperature: float = 0.0, stream: bool = False
@@ -117,16 +146,7 @@ class Fleet:
             "seed": seed,
             "stream": stream,
         }
-        url = self.gateway.url + "/v1/completions"
-        async with self.http.post(url, json=body) as response:
-            answer = Answer(response.status)
-            if response.content_type == "text/event-stream":
-                async for line in response.content:
-                    answer.take(line.decode())
-            else:
-                answer.take((await response.read()).decode())
-                answer.is_whole = response.status == 200
-        return answer
+        return await self.completion(body)
 
     async def get(self, where: NodeProcess, path: str) -> dict[str, Any]:
         async with self.http.get(where.url + path) as response:
@@ -170,9 +190,6 @@ class Fleet:
                 await asyncio.sleep(_PAUSE_S)  # another process: there is no event to wait for
 
 
-NAMES = ("prefill1", "prefill2", "decode1", "decode2")
-
-
 @asynccontextmanager
 async def fleet(folder: Path) -> AsyncIterator[Fleet]:
     timeout = aiohttp.ClientTimeout(total=120)
@@ -180,14 +197,10 @@ async def fleet(folder: Path) -> AsyncIterator[Fleet]:
         http = await stack.enter_async_context(
             aiohttp.ClientSession(connector=fresh_connections(), timeout=timeout)
         )
-        one = Fleet(folder, http)
-        async with asyncio.TaskGroup() as tasks:
-            for name in NAMES:
-                # One that no connection gets while the node is down.
-                tasks.create_task(one.start(name, free_port()))
-        for name in NAMES:
-            stack.push_async_callback(lambda name: one.lives[name].aclose(), name)
-        one.gateway = await stack.enter_async_context(one.another_gateway())
+        one = Fleet(folder, http, f"file://{folder / 'store'}", CONFIG)
+        stack.push_async_callback(one.end)
+        await one.start_all()
+        one.gateway = await stack.enter_async_context(one.patient_gateway())
         await one.all_ready()
         yield one
 
@@ -326,7 +339,7 @@ async def test_sigterm_lets_streams_end_and_the_gateway_exits_with_0(on: Fleet) 
         "stream": True,
     }
     answer = Answer(200)
-    async with on.another_gateway() as one:
+    async with on.patient_gateway() as one:
         await on.all_ready(one)
         async with on.http.post(one.url + "/v1/completions", json=body) as response:
             answer.take((await response.content.readline()).decode())  # it has begun

@@ -38,15 +38,12 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 class Cluster:
-    """Nodes over one store, and a client. direct: what is said of a store goes through it."""
+    """Nodes over one store, and a client."""
 
-    def __init__(
-        self, storage: str, folder: Path, http: aiohttp.ClientSession, direct: str = "off"
-    ) -> None:
-        self._direct = direct
+    def __init__(self, storage: str, folder: Path, http: aiohttp.ClientSession) -> None:
         self._storage = storage
         self._folder = folder
-        self._http = http
+        self.http = http
         self._config = folder / "node.toml"
         self._config.write_text(CONFIG)
 
@@ -57,34 +54,35 @@ class Cluster:
             config=self._config,
             storage=self._storage,
             folder=self._folder,
-            direct=self._direct,
+            direct="off",  # what is said of a store goes through it
         )
 
     async def post(self, where: NodeProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        async with self._http.post(where.url + path, json=body) as response:
+        async with self.http.post(where.url + path, json=body) as response:
             answer: dict[str, Any] = await response.json(content_type=None)
             assert response.status == 200, answer
             return answer
 
     async def findings(self, where: NodeProcess) -> list[str]:
-        async with self._http.get(where.url + "/v1/verify") as response:
+        async with self.http.get(where.url + "/v1/verify") as response:
             found: list[str] = (await response.json())["findings"]
             return found
 
 
 @asynccontextmanager
-async def cluster(storage: str, folder: Path, direct: str = "off") -> AsyncIterator[Cluster]:
-    async with aiohttp.ClientSession(connector=fresh_connections()) as http:
-        yield Cluster(storage, folder, http, direct)
+async def cluster(storage: str, folder: Path) -> AsyncIterator[Cluster]:
+    timeout = aiohttp.ClientTimeout(total=200)
+    async with aiohttp.ClientSession(connector=fresh_connections(), timeout=timeout) as http:
+        yield Cluster(storage, folder, http)
 
 
 @asynccontextmanager
 async def pair(
-    storage: str, folder: Path, direct: str = "off"
+    storage: str, folder: Path
 ) -> AsyncIterator[tuple[Cluster, NodeProcess, NodeProcess]]:
     """A prefill node and a decode node."""
     async with (
-        cluster(storage, folder, direct) as nodes,
+        cluster(storage, folder) as nodes,
         nodes.node("prefill", "prefill") as prefill,
         nodes.node("decode", "decode") as decode,
     ):

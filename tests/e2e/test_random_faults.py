@@ -24,28 +24,28 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import redis
+import redis.asyncio
 
 from tests.clocks import ProcessClocks
 from tests.e2e.exact import fresh_connections, text, truth
-from tests.e2e.test_gateway import Answer
+from tests.e2e.test_gateway import NAMES, Nodes
 from tests.embed.driver import Driver
 from tests.embed.test_groups import MODELS, hybrid
-from tests.processes import NodeProcess, gateway, node
 from tests.redis_proxy import Proxy, proxy_on_a_thread
-from tests.redis_server import RedisServer, free_port, redis_server
+from tests.redis_server import RedisServer, redis_server
 from tierkv.embed import EngineCacheSettings
 from tierkv.engine import Sampling
 from tierkv.refmodel.model import decode as decode_text
 
 log = logging.getLogger(__name__)
 
-NAMES = ("prefill1", "prefill2", "decode1", "decode2")
 NUM_TOKENS = 12
 NUM_PROMPTS = 24
 DEADLINE_S = 10.0  # of a claim
@@ -82,6 +82,21 @@ class Fault:
     turn: int = 1
 
 
+def sets(change: Callable[[Any], object], faulty: object, well: object) -> tuple[Change, Change]:
+    """A fault that sets something to `faulty`, and its end, which sets it to `well`."""
+
+    async def begin() -> None:
+        change(faulty)
+
+    async def end() -> None:
+        change(well)
+
+    return begin, end
+
+
+FREEZE = (signal.SIGSTOP, signal.SIGCONT)
+
+
 @functools.cache
 def expected(seed: int, temperature: float) -> str:
     sampling = Sampling(temperature=temperature, seed=seed)
@@ -108,35 +123,27 @@ class RedisThatFails:
 
     def faults(self) -> list[Fault]:
         command, proxied, configured = self._command, self._proxied, self._configured
+        signalled = sets(self._popen.send_signal, *FREEZE)
         return [
-            Fault("redis is frozen", self._freeze, self._thaw),
-            Fault("redis is killed and empty", self._kill, self._start),
+            Fault("redis is frozen", *signalled),
+            Fault("redis is killed and empty", self._kill, partial(asyncio.to_thread, self._start)),
             Fault("redis is flushed", command("FLUSHALL"), _nothing),
             Fault("subscribers are cut off", command("CLIENT", "KILL", "TYPE", "pubsub"), _nothing),
             Fault("callers are cut off", command("CLIENT", "KILL", "TYPE", "normal"), _nothing),
-            Fault("answers 250 ms late", *proxied(delay_s=0.25)),
-            Fault("answers 500 ms late", *proxied(delay_s=0.5)),
-            Fault("answers at 200 KB/s", *proxied(bytes_per_s=200_000.0)),
-            Fault("answers are cut", *proxied(cut_after=3_000)),
+            Fault("answers 250 ms late", *proxied("delay_s", 0.25)),
+            Fault("answers 500 ms late", *proxied("delay_s", 0.5)),
+            Fault("answers at 200 KB/s", *proxied("bytes_per_s", 200_000.0)),
+            Fault("answers are cut", *proxied("cut_after", 3_000)),
             Fault("redis is full", *configured("maxmemory", "1mb", "0")),
             Fault("no large values", *configured("client-query-buffer-limit", "1mb", "1gb")),
             Fault("values are damaged", self._damage, _nothing),
         ]
 
-    async def _freeze(self) -> None:
-        self._popen.send_signal(signal.SIGSTOP)
-
-    async def _thaw(self) -> None:
-        self._popen.send_signal(signal.SIGCONT)
-
     async def _kill(self) -> None:
         self._popen.kill()
         await asyncio.to_thread(self._popen.wait)
 
-    async def _start(self) -> None:
-        await asyncio.to_thread(self._start_again)
-
-    def _start_again(self) -> None:
+    def _start(self) -> None:
         if self._popen.poll() is not None:
             self._popen = subprocess.Popen(self._server.popen.args, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 20
@@ -153,18 +160,8 @@ class RedisThatFails:
         self._popen.kill()
         self._popen.wait()
 
-    def _proxied(self, **faulty: Any) -> tuple[Change, Change]:
-        well = {name: getattr(self._proxy, name) for name in faulty}
-
-        async def begin() -> None:
-            for name, value in faulty.items():
-                setattr(self._proxy, name, value)
-
-        async def end() -> None:
-            for name, value in well.items():
-                setattr(self._proxy, name, value)
-
-        return begin, end
+    def _proxied(self, name: str, faulty: float) -> tuple[Change, Change]:
+        return sets(partial(setattr, self._proxy, name), faulty, getattr(self._proxy, name))
 
     def _configured(self, name: str, faulty: str, well: str) -> tuple[Change, Change]:
         return (
@@ -175,22 +172,11 @@ class RedisThatFails:
     def _command(self, *words: str) -> Change:
         async def run() -> None:
             # The other fault may have stopped the server.
-            with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(2):
-                    await self._cli(*words)
+            with contextlib.suppress(redis.RedisError, OSError, TimeoutError):
+                async with asyncio.timeout(2), redis.asyncio.Redis(port=self._server.port) as one:
+                    await one.execute_command(*words)
 
         return run
-
-    async def _cli(self, *words: str) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
-        try:
-            parts = [word.encode() for word in words]
-            writer.write(b"*%d\r\n" % len(parts))
-            for part in parts:
-                writer.write(b"$%d\r\n%s\r\n" % (len(part), part))
-            await reader.readline()
-        finally:
-            writer.transport.abort()
 
     async def _damage(self) -> None:
         """Flip a byte near the end of some values."""
@@ -214,23 +200,17 @@ class DirectoryThatFails:
         return f"file://{self._folder / 'store'}"
 
     def faults(self) -> list[Fault]:
-        async def vanish() -> None:
-            await asyncio.to_thread(self._on_some, lambda file: file.unlink())
+        def on_some(change: Callable[[Path], None], share: float = 0.2) -> Change:
+            async def begin() -> None:
+                await asyncio.to_thread(self._on_some, change, share)
 
-        async def cut() -> None:
-            await asyncio.to_thread(self._on_some, _halve)
-
-        async def damage() -> None:
-            await asyncio.to_thread(self._on_some, _damage)
-
-        async def empty() -> None:
-            await asyncio.to_thread(self._on_some, lambda file: file.unlink(), 1.0)
+            return begin
 
         faults = [
-            Fault("some files are deleted", vanish, _nothing),
-            Fault("files are cut", cut, _nothing),
-            Fault("files are damaged", damage, _nothing),
-            Fault("all files are deleted", empty, _nothing),
+            Fault("some files are deleted", on_some(Path.unlink), _nothing),
+            Fault("files are cut", on_some(_halve), _nothing),
+            Fault("files are damaged", on_some(_damage), _nothing),
+            Fault("all files are deleted", on_some(Path.unlink, 1.0), _nothing),
         ]
         if os.path.ismount(self._folder):
             faults.append(Fault("the disk is full", self._fill, self._drain))
@@ -247,7 +227,7 @@ class DirectoryThatFails:
     async def _drain(self) -> None:
         (self._folder / "filler").unlink(missing_ok=True)
 
-    def _on_some(self, change: Callable[[Path], None], share: float = 0.2) -> None:
+    def _on_some(self, change: Callable[[Path], None], share: float) -> None:
         for file in sorted(self._folder.glob("store/**/*")):
             if self._rng.random() < share and file.is_file() and file.stat().st_size > 400:
                 with contextlib.suppress(OSError):
@@ -268,48 +248,24 @@ async def _nothing() -> None:
     """A fault of one moment needs no end."""
 
 
-class Site:
-    """Two prefill and two decode nodes over one store, and a gateway."""
+class Site(Nodes):
+    """Two prefill and two decode nodes over one store, a gateway, and what can go wrong."""
 
     def __init__(
         self, store: RedisThatFails | DirectoryThatFails, folder: Path, http: aiohttp.ClientSession
     ) -> None:
+        super().__init__(folder, http, store.url, CONFIG)
         self.store = store
         self.clocks = ProcessClocks(folder / "clocks")
-        self._folder = folder
-        self._http = http
-        self._config = folder / "node.toml"
-        self._config.write_text(CONFIG)
-        self._lives: dict[str, AsyncExitStack] = {}
         self._dead: set[str] = set()
-        self.nodes: dict[str, NodeProcess] = {}
-        self.gateway: NodeProcess
         self.seen: Counter[str] = Counter()
-
-    async def start(self, name: str, port: int) -> None:
-        self._lives[name] = AsyncExitStack()
-        self.nodes[name] = await self._lives[name].enter_async_context(
-            node(
-                name,
-                role=name.rstrip("12"),
-                config=self._config,
-                storage=self.store.url,
-                folder=self._folder,
-                port=port,
-                direct="off",
-            )
-        )
-
-    async def end(self) -> None:
-        for life in self._lives.values():
-            await life.aclose()
 
     def faults(self) -> list[Fault]:
         found = self.store.faults()
         for name in NAMES:
             found += [
                 Fault(f"{name} is killed", *self._killed(name), victim=name, turn=2),
-                Fault(f"{name} is frozen", *self._signalled(name), victim=name, turn=0),
+                Fault(f"{name} is frozen", *self._frozen(name), victim=name, turn=0),
                 Fault(f"{name} forgets all blocks", self._deletes(name, storage=False), _nothing),
                 Fault(f"{name} deletes storage too", self._deletes(name, storage=True), _nothing),
                 Fault(f"{name} loses its storage", *self._detached(name)),
@@ -321,15 +277,12 @@ class Site:
     def _killed(self, name: str) -> tuple[Change, Change]:
         async def kill() -> None:
             self._dead.add(name)
-            self.nodes[name].process.kill()
-            await self.nodes[name].process.wait()
+            await self.kill(name)
 
         async def restart() -> None:
-            port = int(self.nodes[name].url.rpartition(":")[2])
             for attempt in range(5):  # a supervisor starts a node again whose store was late
-                await self._lives[name].aclose()
                 try:
-                    await self.start(name, port)
+                    await self.restart(name)
                     break
                 except AssertionError:
                     if attempt == 4:
@@ -338,23 +291,11 @@ class Site:
 
         return kill, restart
 
-    def _signalled(self, name: str) -> tuple[Change, Change]:
-        async def freeze() -> None:
-            self.nodes[name].process.send_signal(signal.SIGSTOP)
-
-        async def thaw() -> None:
-            self.nodes[name].process.send_signal(signal.SIGCONT)
-
-        return freeze, thaw
+    def _frozen(self, name: str) -> tuple[Change, Change]:
+        return sets(self.nodes[name].process.send_signal, *FREEZE)
 
     def _shifted(self, name: str, ahead_s: float) -> tuple[Change, Change]:
-        async def shift() -> None:
-            self.clocks.shift(name, ahead_s)
-
-        async def set_right() -> None:
-            self.clocks.shift(name, 0.0)
-
-        return shift, set_right
+        return sets(partial(self.clocks.shift, name), ahead_s, 0.0)
 
     def _deletes(self, name: str, *, storage: bool) -> Change:
         async def delete() -> None:
@@ -374,17 +315,11 @@ class Site:
 
     async def _ask(
         self, method: str, name: str, path: str, body: dict[str, Any] | None = None
-    ) -> int | None:
-        """Return the status of the node's answer; None where the other fault keeps it from one."""
-        timeout = aiohttp.ClientTimeout(total=8)
-        try:
-            async with self._http.request(
-                method, self.nodes[name].url + path, json=body, timeout=timeout
-            ) as response:
-                await response.read()
-                return response.status
-        except (aiohttp.ClientError, TimeoutError):
-            return None
+    ) -> None:
+        """Ask as an operator does, who gives up where the other fault is in the way."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(8):
+                await self._call(method, name, path, body)
 
     # What is asked of the site while faults last
 
@@ -399,10 +334,10 @@ class Site:
         if rng.random() < 0.15:
             with contextlib.suppress(TimeoutError, aiohttp.ClientError):
                 async with asyncio.timeout(rng.uniform(0.01, 0.5)):
-                    await self._completion(body)
+                    await self.completion(body)
             self.seen["given up by the caller"] += 1
             return
-        answer = await self._completion(body)
+        answer = await self.completion(body)
         if answer.is_whole:
             assert answer.text == right, (seed, temperature, answer.text, right)
             self.seen["completed"] += 1
@@ -410,17 +345,6 @@ class Site:
             assert answer.code is not None, (seed, temperature, answer.status)
             assert right.startswith(answer.text)
             self.seen[f"completion refused: {answer.code}"] += 1
-
-    async def _completion(self, body: dict[str, Any]) -> Answer:
-        async with self._http.post(self.gateway.url + "/v1/completions", json=body) as response:
-            answer = Answer(response.status)
-            if response.content_type == "text/event-stream":
-                async for line in response.content:
-                    answer.take(line.decode())
-            else:
-                answer.take((await response.read()).decode())
-                answer.is_whole = response.status == 200
-        return answer
 
     async def hand_over(self, rng: random.Random, ticket: str) -> None:
         """Prefill on one node and decode on another at once: right tokens, or a reason, in time."""
@@ -436,8 +360,8 @@ class Site:
         }  # fmt: skip
         started = time.monotonic()
         async with asyncio.TaskGroup() as group:
-            claim = group.create_task(self._post(decode, "/v1/decode", asked))
-            group.create_task(self._post(prefill, "/v1/prefill", body))
+            claim = group.create_task(self._call("POST", decode, "/v1/decode", asked))
+            group.create_task(self._call("POST", prefill, "/v1/prefill", body))
         took_s = time.monotonic() - started
         assert took_s < DEADLINE_S + SLACK_S, f"a hand-off took {took_s:.1f} s: {asked}"
         if (answered := claim.result()) is None:
@@ -452,11 +376,14 @@ class Site:
             assert answer.get("code") != "shutting_down" or decode in self._dead, answer
             self.seen[f"hand-off refused: {answer.get('reason') or answer.get('code')}"] += 1
 
-    async def _post(
-        self, name: str, path: str, body: dict[str, Any]
+    async def _call(
+        self, method: str, name: str, path: str, body: dict[str, Any] | None = None
     ) -> tuple[int, dict[str, Any]] | None:
+        """Status and answer of the node; None where a fault keeps it from one."""
         try:
-            async with self._http.post(self.nodes[name].url + path, json=body) as response:
+            async with self.http.request(
+                method, self.nodes[name].url + path, json=body
+            ) as response:
                 return response.status, await response.json(content_type=None)
         except (aiohttp.ClientError, ValueError):
             return None
@@ -479,15 +406,11 @@ class Site:
             verified = await self._get(name, "/v1/verify")
             assert verified is not None, f"{name} does not answer"
             assert verified["findings"] == [], (name, verified)
-            assert await self._ask("GET", name, "/readyz") == 200, f"{name} is not ready"
+            assert await self._get(name, "/readyz") is not None, f"{name} is not ready"
 
     async def _get(self, name: str, path: str) -> dict[str, Any] | None:
-        try:
-            async with self._http.get(self.nodes[name].url + path) as response:
-                found: dict[str, Any] = await response.json(content_type=None)
-                return found if response.status == 200 else None
-        except aiohttp.ClientError:
-            return None
+        status, answer = await self._call("GET", name, path) or (None, None)
+        return answer if status == 200 else None
 
 
 @asynccontextmanager
@@ -500,16 +423,8 @@ async def site(store: RedisThatFails | DirectoryThatFails, folder: Path) -> Asyn
         one = Site(store, folder, http)
         stack.enter_context(one.clocks.used())
         stack.push_async_callback(one.end)
-        async with asyncio.TaskGroup() as tasks:
-            for name in NAMES:
-                tasks.create_task(one.start(name, free_port()))
-        one.gateway = await stack.enter_async_context(
-            gateway(
-                folder,
-                prefill=[one.nodes[name].url for name in NAMES[:2]],
-                decode=[one.nodes[name].url for name in NAMES[2:]],
-            )
-        )
+        await one.start_all()
+        one.gateway = await stack.enter_async_context(one.another_gateway())
         await one.settle()
         yield one
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import signal
 from functools import cache
@@ -13,13 +12,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.exact import fresh_connections, text, truth
-from tests.e2e.test_processes import Cluster, storage  # noqa: F401 - a fixture
+from tests.e2e.exact import text, truth
+from tests.e2e.test_processes import Cluster, cluster, storage  # noqa: F401 - a fixture
 from tests.processes import NodeProcess
 from tests.redis_server import PATIENT
 from tierkv.clock import SystemClock
 from tierkv.refmodel.model import decode as decode_text
 from tierkv.storage.factory import open_store
+from tierkv.storage.maintenance import values_under
 
 # The prompts share their beginnings, so that each life of the node hits what the last ones stored.
 LENGTHS = (33, 250, 600, 911)
@@ -49,9 +49,9 @@ def right_answer(length: int) -> tuple[int, ...]:
 class Lives:
     """One node after another over one store, and what its clients were told."""
 
-    def __init__(self, nodes: Cluster, http: aiohttp.ClientSession) -> None:
+    def __init__(self, nodes: Cluster) -> None:
         self._nodes = nodes
-        self._http = http
+        self._http = nodes.http
         self.num_right = self.num_refused = self.num_cut = self.num_hits = 0
 
     async def ask(self, where: NodeProcess, length: int, request_id: str) -> bool:
@@ -115,11 +115,9 @@ async def test_a_node_that_ends_while_blocks_move_leaves_nothing_wrong_behind(
     trials: int,
 ) -> None:
     rng = random.Random(trials + number)
-    timeout = aiohttp.ClientTimeout(total=200)
-    async with aiohttp.ClientSession(connector=fresh_connections(), timeout=timeout) as http:
-        nodes = Cluster(storage, tmp_path, http)
+    async with cluster(storage, tmp_path) as nodes:
         (tmp_path / "node.toml").write_text(CONFIG)
-        lives = Lives(nodes, http)
+        lives = Lives(nodes)
         for trial in range(trials):
             await lives.live(trial, rng, number)
         async with nodes.node("last", "both") as node:
@@ -139,16 +137,9 @@ async def nothing_lives_for_ever(url: str) -> None:
     """What a killed node left half done goes by itself when its time is over."""
     store = open_store(url, PATIENT, SystemClock())
     async with store.running():
-        cursor, names = None, 0
-        while True:
-            page = await store.list("tierkv", limit=500, cursor=cursor)
-            assert [value for value in page.values if value.expires_at is None] == []
-            names += len(page.values)
-            cursor = page.cursor
-            if cursor is None:
-                break
-    assert names
-    with contextlib.suppress(ValueError):
-        root = Path(url.removeprefix("file://"))
-        left = list((root / ".writers").glob("*/*")) if url.startswith("file") else []
-        assert [path for path in left if path.name != "lock"] == []
+        ends = [value.expires_at async for value in values_under(store, "tierkv")]
+    assert ends
+    assert None not in ends
+    root = Path(url.removeprefix("file://"))
+    left = (root / ".writers").glob("*/*") if url.startswith("file") else []
+    assert [path for path in left if path.name != "lock"] == []

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.e2e.exact import BLOCK_SIZE, CONFIG, MODEL, fresh_connections, text, truth
+from tests.e2e.exact import (
+    BLOCK_SIZE,
+    CONFIG,
+    MODEL,
+    ExactNode,
+    fresh_connections,
+    text,
+    truth,
+)
 from tests.latch import until
 from tests.processes import node, stop
 from tests.redis_server import RedisServer, empty_redis, module_redis
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Fingerprint, pack
+from tierkv.cache.keys import Fingerprint
 from tierkv.clock import SystemClock
-from tierkv.engine import GenerateRequest, Sampling
+from tierkv.engine import Sampling
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy
 from tierkv.pd.settings import HandoffSettings
@@ -39,19 +46,6 @@ PAIRS = [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)]
 LENGTHS = (1, 15, 16, 17, 33, 100)
 
 
-@dataclass
-class Split:
-    """A node of several ranks in this process."""
-
-    service: Service
-    engine: ReferenceEngine
-    count: int = 0
-
-    def job(self, prompt: list[int], num_tokens: int, sampling: Sampling) -> GenerateRequest:
-        self.count += 1
-        return GenerateRequest(f"request-{self.count}", pack(prompt), num_tokens, sampling)
-
-
 class Breaking:
     """Before every copy of one rank: nothing, or an error."""
 
@@ -66,7 +60,7 @@ class Breaking:
 @asynccontextmanager
 async def split_node(
     ranks: int, store: Store | None, *, device_blocks: int = 64, breaking: Breaking | None = None
-) -> AsyncIterator[Split]:
+) -> AsyncIterator[ExactNode]:
     devices = [CpuDevice() for _ in range(ranks - 1)] + [CpuDevice(before_copy=breaking)]
     scheme = CONFIG.shards(BLOCK_SIZE)
     device = RankedDevice(devices, scheme) if ranks > 1 else devices[0]
@@ -87,26 +81,14 @@ async def split_node(
     model = ReferenceModel(CONFIG, BLOCK_SIZE, tensor_parallel=ranks)
     engine = ReferenceEngine(service, model, EngineSettings())
     async with service.running(), engine.running():
-        yield Split(service, engine)
+        yield ExactNode(service, engine)
     device.close()
 
 
-class Shared(MemoryStore):
-    """One store of two services in this process: it lives as long as the test."""
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        yield
-
-
 @asynccontextmanager
-async def split_pair(first: int, second: int) -> AsyncIterator[tuple[Split, Split]]:
-    store = Shared(MemorySettings(), SystemClock())
-    async with (
-        MemoryStore.running(store),
-        split_node(first, store) as p,
-        split_node(second, store) as d,
-    ):
+async def split_pair(first: int, second: int) -> AsyncIterator[tuple[ExactNode, ExactNode]]:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with split_node(first, store) as p, split_node(second, store) as d:
         yield p, d
 
 
@@ -116,7 +98,7 @@ async def test_a_split_node_says_what_a_single_one_does_from_every_tier(ranks: i
         for turn in range(3):
             for seed in range(4):  # more than the device holds, so blocks go down and come back
                 prompt = text(150, seed=seed)
-                generation = await here.engine.generate(here.job(prompt, 8, Sampling()))
+                generation = await here.generate(prompt, 8)
                 assert generation.tokens == truth(prompt, 8).tokens, (turn, seed)
         assert here.service.stats().loaded_bytes > 0
         assert here.service.verify() == []
@@ -143,17 +125,17 @@ async def test_a_rank_that_fails_is_named_and_its_blocks_are_computed_again(
     async with split_node(2, None, device_blocks=24, breaking=breaking) as here:
         prompts = [text(150, seed=seed) for seed in range(4)]
         for prompt in prompts:
-            await here.engine.generate(here.job(prompt, 2, Sampling()))
+            await here.generate(prompt, 2)
         await until(lambda: here.service.tiers.work.num_tasks == 0, "an idle node")
         breaking.is_broken = True
         for prompt in prompts:
-            generation = await here.engine.generate(here.job(prompt, 5, Sampling()))
+            generation = await here.generate(prompt, 5)
             assert generation.tokens == truth(prompt, 5).tokens
         assert here.engine.stats.failed_loads > 0
         assert "rank 1" in caplog.text
         breaking.is_broken = False
         for prompt in prompts:
-            generation = await here.engine.generate(here.job(prompt, 5, Sampling()))
+            generation = await here.generate(prompt, 5)
             assert generation.tokens == truth(prompt, 5).tokens
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 
 from tests.latch import PATIENCE_S, finish, turns, until
 from tests.pd import nodes
-from tests.pd.nodes import TOKENS, claim, claimed, publish, settings
+from tests.pd.nodes import TOKENS, claim, claimed, leases, publish, settings, ticket_of
 from tests.sessions import claim_request
 from tests.world import GQA, World
 from tierkv.cache.eviction import WritePolicy
@@ -24,7 +25,7 @@ from tierkv.cache.keys import Prompt
 from tierkv.gpu import process_memory
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.process_memory import CpuSharing
-from tierkv.gpu.protocol import Direction, Ids, Planes, SharedPlane, SharedPlanes
+from tierkv.gpu.protocol import Direction, Ids, Planes, SharedPlanes
 from tierkv.pd.direct import landing
 from tierkv.pd.direct.address import (
     Channel,
@@ -33,7 +34,6 @@ from tierkv.pd.direct.address import (
     connect_near,
     name_of,
     near_listener,
-    uid_of_peer,
 )
 from tierkv.pd.direct.landing import Landing, OpenPlanes, ShownPlanes
 from tierkv.pd.settings import DirectPath
@@ -58,15 +58,6 @@ def counts(node: World) -> tuple[int, int, int]:
     """Blocks from the producer's device, reads of it that failed, blocks from storage."""
     handoff = node.service.stats().handoff
     return handoff.device_blocks, handoff.failed_direct_reads, node.storage_stats.fetched_blocks
-
-
-def leases(node: World) -> int:
-    return node.service.require_handoff().source.num_leases
-
-
-def overwrite(node: World) -> None:
-    for array in node.service.planes.arrays:
-        array[...] = 0xEE
 
 
 @pytest.fixture
@@ -118,7 +109,8 @@ async def test_bytes_that_the_producer_let_go_of_while_they_were_read_are_not_us
         assert leases(prefill) == 1
         await until(lambda: leases(prefill) == 0, "the end of the producer's patience")
         prefill.service.reset()
-        overwrite(prefill)
+        for array in prefill.service.planes.arrays:
+            array[...] = 0xEE
         held_reads.go.set()
         await finish(claiming)
         assert counts(decode) == (0, 1, BLOCKS + 1)
@@ -293,9 +285,7 @@ async def test_planes_are_shown_to_processes_of_this_user_and_machine_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with pair() as (prefill, _):
-        ticket = await finish(prefill.service.require_handoff().tickets.read("ticket"))
-        assert ticket is not None
-        address = ticket.direct
+        address = (await ticket_of(prefill)).direct
         assert address is not None
         assert (address.place, address.pid) == ("cpu", 0)
         assert await shown(address, address.machine, is_near=True) == BLOCKS
@@ -319,9 +309,10 @@ end.recv(1)
 async def test_the_kernel_says_who_is_at_the_other_end() -> None:
     seen: asyncio.Queue[int | None] = asyncio.Queue()
 
-    def came(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.put_nowait(uid_of_peer(writer))
-        writer.close()
+    def came(*streams: Any) -> None:
+        channel = Channel(*streams)
+        seen.put_nowait(channel.peer_uid)
+        channel.close()
 
     here = near_listener(1)
     assert here is not None
@@ -338,31 +329,17 @@ async def test_the_kernel_says_who_is_at_the_other_end() -> None:
 # What is open
 
 
-class Recorder:
-    """A Sharing that writes down what is opened and closed."""
+def recorder(done: list[str]) -> Any:
+    """A Sharing that notes what is opened, copied and closed."""
 
-    place = "cpu"
+    def opened(_: Planes, shared: SharedPlanes) -> Any:
+        def noted(what: str) -> Any:
+            return lambda *_: done.append(f"{what} {shared.name}")
 
-    def __init__(self) -> None:
-        self.done: list[str] = []
+        noted("open")()
+        return SimpleNamespace(copy=noted("copy"), close=noted("close"))
 
-    def share(self, planes: Planes) -> tuple[SharedPlane, ...]:
-        return ()
-
-    def open(self, own: Planes, shared: SharedPlanes) -> _Recorded:
-        self.done.append(f"open {shared.name}")
-        return _Recorded(self, shared.name)
-
-
-class _Recorded:
-    def __init__(self, recorder: Recorder, name: str) -> None:
-        self._recorder, self._name = recorder, name
-
-    def copy(self, source_ids: Ids, target_ids: Ids) -> None:
-        self._recorder.done.append(f"copy {self._name}")
-
-    def close(self) -> None:
-        self._recorder.done.append(f"close {self._name}")
+    return SimpleNamespace(place="cpu", open=opened)
 
 
 def shared(owner: str, name: str) -> SharedPlanes:
@@ -370,44 +347,44 @@ def shared(owner: str, name: str) -> SharedPlanes:
 
 
 def test_planes_are_opened_once_and_closed_before_their_successors_are_opened() -> None:
-    recorder, ids = Recorder(), np.zeros(1, np.int32)
+    done, ids = list[str](), np.zeros(1, np.int32)
     ours = [CpuDevice().allocate_planes(GQA, 4) for _ in range(2)]
     own = [ours[0]]
-    planes = OpenPlanes(recorder, lambda: own[0])
+    planes = OpenPlanes(recorder(done), lambda: own[0])
     for name in ("a1", "b1", "a1", "a2"):
         planes.copy(shared(name[0], name), ids, ids)
     opened = ["open a1", "copy a1", "open b1", "copy b1", "copy a1"]
-    assert recorder.done == [*opened, "close a1", "open a2", "copy a2"]
-    recorder.done.clear()
+    assert done == [*opened, "close a1", "open a2", "copy a2"]
+    done.clear()
     own[0] = ours[1]  # they were made anew
     planes.copy(shared("b", "b1"), ids, ids)
-    assert recorder.done == ["close b1", "open b1", "copy b1"]
-    recorder.done.clear()
+    assert done == ["close b1", "open b1", "copy b1"]
+    done.clear()
     planes.close_unused(60.0)
-    assert recorder.done == []
+    assert done == []
     planes.close_unused(0.0)
-    assert sorted(recorder.done) == ["close a2", "close b1"]
+    assert sorted(done) == ["close a2", "close b1"]
     assert planes.num_open == 0
 
 
 async def test_planes_that_nobody_reads_any_more_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recorder = Recorder()
+    closed: list[SharedPlanes] = []
     open_planes = CpuSharing.open
 
     def recorded(self: CpuSharing, own: Planes, shared: SharedPlanes) -> Any:
         peer = open_planes(self, own, shared)
-        monkeypatch.setattr(peer, "close", lambda: recorder.done.append("closed"))
+        monkeypatch.setattr(peer, "close", lambda: closed.append(shared))
         return peer
 
     monkeypatch.setattr(CpuSharing, "open", recorded)
     monkeypatch.setattr(landing, "CLOSE_UNUSED_S", 0.05)
     async with pair() as (prefill, decode):
         await claim(decode)
-        await until(lambda: recorder.done == ["closed"], "an end of what was open")
+        await until(lambda: len(closed) == 1, "an end of what was open")
         decode.service.reset()
         await publish(prefill, ticket="again")
         await claim(decode, ticket="again")
         assert decode.service.stats().handoff.device_blocks == 2 * BLOCKS
-    assert recorder.done == ["closed", "closed"]
+    assert len(closed) == 2

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,25 +15,21 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.pd import nodes
-from tests.pd.nodes import TOKENS, claim, publish, settings
+from tests.pd.nodes import ROOM, TOKENS, claim, computed, leases, publish, settings, ticket_of
 from tests.pd.test_streaming import prefilling
 from tests.redis_server import PATIENT, redis_server
-from tests.sessions import claim_request
-from tests.world import World, background_tasks, fingerprint, world
+from tests.sessions import publish_request
+from tests.world import World, background_tasks, world
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, HandoffError
-from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import SharedPlanes
 from tierkv.pd.direct import direct
 from tierkv.pd.direct.address import Channel, DirectAddress, DirectAnswer, DirectAsk, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.tickets import Standing, Ticket, status_of
+from tierkv.pd.tickets import Standing
 from tierkv.sched.budget import Budget
-from tierkv.sched.settings import CacheSettings
-from tierkv.service import Service
 from tierkv.storage.codec import SealedCodec
 from tierkv.storage.factory import open_store
-from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
 from tierkv.transfer.tier import StorageOptions
 
@@ -48,20 +45,10 @@ async def pair(**there: Any) -> AsyncIterator[tuple[World, World]]:
         yield both
 
 
-async def ticket_of(node: World, ticket_id: str = "ticket") -> Ticket:
-    found = await finish(node.service.require_handoff().tickets.read(ticket_id))
-    assert found is not None
-    return found
-
-
 async def address_of(node: World, ticket_id: str = "ticket") -> DirectAddress:
     address = (await ticket_of(node, ticket_id)).direct
     assert address is not None
     return address
-
-
-def leases(node: World) -> int:
-    return node.service.require_handoff().source.num_leases
 
 
 @asynccontextmanager
@@ -122,40 +109,29 @@ async def test_only_a_holder_of_the_ticket_is_told_anything() -> None:
         assert leases(prefill) == 0
 
 
-async def test_a_question_that_is_played_again_is_not_answered() -> None:
+async def test_a_question_that_is_played_again_is_not_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with pair() as (prefill, _):
         address = await address_of(prefill)
         sent: list[bytes] = []
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        recorder = _Recorder(writer, sent.append)
-        channel = Channel(reader, recorder)  # type: ignore[arg-type]
-        await finish(channel.receive_nonce())
-        await ask(channel, address)
-        writer.write(sent[0])
-        await is_hung_up_on(channel, address)
-        writer.close()
-        async with connected(address):  # the same on another connection
+        write = asyncio.StreamWriter.write
+
+        def noted(self: asyncio.StreamWriter, data: bytes) -> None:
+            sent.append(data)
+            write(self, data)
+
+        for _ in range(2):  # the second time on another connection
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            again = Channel(reader, writer)
-            await finish(again.receive_nonce())
+            channel = Channel(reader, writer)
+            await finish(channel.receive_nonce())
+            if not sent:
+                with monkeypatch.context() as patch:
+                    patch.setattr(writer, "write", partial(noted, writer))
+                    await ask(channel, address)
             writer.write(sent[0])
-            await is_hung_up_on(again, address)
-            writer.close()
-
-
-class _Recorder:
-    def __init__(self, writer: asyncio.StreamWriter, heard: Callable[[bytes], None]) -> None:
-        self._writer, self._heard = writer, heard
-
-    def write(self, data: bytes) -> None:
-        self._heard(data)
-        self._writer.write(data)
-
-    async def drain(self) -> None:
-        await self._writer.drain()
-
-    def is_closing(self) -> bool:
-        return self._writer.is_closing()
+            await is_hung_up_on(channel, address)
+            channel.close()
 
 
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 400])
@@ -228,24 +204,23 @@ async def test_a_ticket_that_was_claimed_opens_nothing_any_more() -> None:
         assert leases(prefill) == 0
 
 
-class NoTickets(MemoryStore):
-    """A store that takes no ticket."""
+async def test_a_prompt_whose_ticket_is_not_written_is_offered_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with world(with_store=True, handoff=settings(direct=DirectPath.AUTO), **ROOM) as node:
+        put = node.the_store.put
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        if any(":ticket:" in item.name for item in items):
-            return [PutOutcome(PutStatus.FAILED, "no ticket is taken")] * len(items)
-        return await super().put(items)
+        async def no_ticket(items: Sequence[PutItem]) -> list[PutOutcome]:
+            if any(":ticket:" in item.name for item in items):
+                return [PutOutcome(PutStatus.FULL, "no ticket is taken")] * len(items)
+            return await put(items)
 
-
-async def test_a_prompt_whose_ticket_is_not_written_is_offered_no_more() -> None:
-    way = settings(direct=DirectPath.AUTO, publish_deadline_s=1.0)
-    store = NoTickets(MemorySettings(), SystemClock())
-    async with nodes.pair(way, way, store=store) as (prefill, _):
+        monkeypatch.setattr(node.the_store, "put", no_ticket)
+        request = await computed(node, TOKENS)
         with pytest.raises(HandoffError):
-            await publish(prefill)
-        assert prefill.service.require_handoff().ledger.num_holds == 0
-        for request in prefill.service.scheduler.running_requests:
-            prefill.service.scheduler.end(request)
+            await finish(publish_request(node.service, request, "ticket", [1]))
+        assert node.service.require_handoff().ledger.num_holds == 0
+        await node.ended(request)
 
 
 async def test_blocks_that_are_gone_from_the_host_are_not_told() -> None:
@@ -291,22 +266,10 @@ async def test_by_itself_a_node_listens_for_this_machine_only_and_only_once_it_p
 
 async def test_blocks_that_storage_may_not_see_are_not_shown() -> None:
     """Whoever reads the store reads the ticket too."""
-    store = MemoryStore(MemorySettings(), SystemClock())
-    service = Service(
-        CpuDevice(),
-        fingerprint(),
-        CacheSettings(block_size=4, device_blocks=64, host_blocks=64),
-        HandoffSettings(),
-        store,
-        storage=StorageOptions(codecs=lambda _: SealedCodec(bytes(32))),
-    )
-    async with service.running():
-        assert service.handoff is not None
-        node = World(service, latch=None)  # type: ignore[arg-type]
+    sealed = StorageOptions(codecs=lambda _: SealedCodec(bytes(32)))
+    async with world(with_store=True, storage=sealed) as node:
         await publish(node)
-        ticket = await finish(service.handoff.tickets.read("ticket"))
-        assert ticket is not None
-        assert ticket.direct is None
+        assert (await ticket_of(node)).direct is None
 
 
 @pytest.mark.parametrize(
@@ -328,9 +291,7 @@ async def test_a_port_that_is_taken_only_costs_the_direct_path() -> None:
     taken = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
     async with taken, pair(direct_port=port) as (prefill, decode):
-        ticket = await finish(prefill.service.require_handoff().tickets.read("ticket"))
-        assert ticket is not None
-        assert ticket.direct is None
+        assert (await ticket_of(prefill)).direct is None
         await claim(decode)
 
 
@@ -367,29 +328,20 @@ async def test_an_unexpected_error_costs_the_claimer_its_connection_and_ends_no_
         await claim(decode)
 
 
-async def opened(node: World) -> None:
-    """Return when the ticket t is open."""
-    while (await status_of(node.service.require_handoff().tickets, "t")).state is not Standing.OPEN:
-        await turns(3)
-
-
 async def test_a_failure_that_a_full_store_does_not_take_is_told_by_the_producer() -> None:
     """The claim does not wait for its deadline of 100 s."""
     with redis_server("--maxmemory-policy", "noeviction") as server:
         direct = settings(direct=DirectPath.AUTO)
-
-        def node() -> Any:
-            return world(store=open_store(server.url, PATIENT, SystemClock()), handoff=direct)
-
-        async with node() as prefill, node() as decode:
+        prefill_node, decode_node = (
+            world(store=open_store(server.url, PATIENT, SystemClock()), handoff=direct)
+            for _ in range(2)
+        )
+        async with prefill_node as prefill, decode_node as decode:
             async with prefilling(prefill, TOKENS) as computing:
-                claiming = asyncio.create_task(
-                    claim_request(
-                        decode.service, "claim", "t", decode.prompt(TOKENS), max_new_tokens=1
-                    )
-                )
+                claiming = asyncio.create_task(nodes.claimed(decode, ticket="t"))
                 await computing.compute(8)
-                await finish(opened(decode))
+                while (await decode.service.ticket_state("t")).state is not Standing.OPEN:
+                    await turns(3)
                 server.execute("CONFIG", "SET", "maxmemory", "1")
                 await computing.rest()
                 with pytest.raises(HandoffError, match=r"gave up: .*OOM") as caught:

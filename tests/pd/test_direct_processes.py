@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.pd.direct_producer import claim, no_leases, producer
-from tests.redis_server import PATIENT, RedisServer, redis_server
+from tests.pd.direct_producer import Producer, claim, no_leases, producer
+from tests.pd.nodes import ROOM, settings, ticket_of
+from tests.redis_server import PATIENT, RedisServer, empty_redis, module_redis
 from tests.world import World, world
 from tierkv.clock import SystemClock
 from tierkv.gpu import process_memory
 from tierkv.pd.direct.address import DirectAddress
-from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.settings import DirectPath
 from tierkv.storage.factory import open_store
+
+__all__ = ["empty_redis", "module_redis"]
 
 COUNT = 83  # 20 blocks of 4 and a tail
 BLOCKS = 20
@@ -34,16 +37,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
-        yield running
-
-
 @pytest.fixture
-def url(server: RedisServer) -> str:
-    server.execute("FLUSHALL")
-    return server.url
+def url(empty_redis: RedisServer) -> str:
+    return empty_redis.url
 
 
 @pytest.fixture(params=WAYS)
@@ -57,15 +53,12 @@ def way(request: pytest.FixtureRequest) -> str:
 
 @asynccontextmanager
 async def claimer(
-    url: str, *, fetch_deadline_s: float = 10.0, **fields: Any
+    url: str, *, direct: str = "auto", fetch_deadline_s: float = 10.0, **fields: Any
 ) -> AsyncIterator[World]:
+    chosen = settings(direct=DirectPath(direct), **fields)
+    cache: dict[str, Any] = ROOM | {"fetch_deadline_s": fetch_deadline_s}
     store = open_store(url, PATIENT, SystemClock())
-    if "direct" in fields:
-        fields["direct"] = DirectPath(fields["direct"])
-    settings = HandoffSettings(**({"lookup_deadline_s": 100.0, "claim_deadline_s": 100.0} | fields))
-    cache: dict[str, Any] = {"device_blocks": 64, "host_blocks": 64}
-    cache["fetch_deadline_s"] = fetch_deadline_s
-    async with world(store=store, handoff=settings, **cache) as node:
+    async with world(store=store, handoff=chosen, **cache) as node:
         yield node
 
 
@@ -81,38 +74,44 @@ def counts(node: World) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
+@asynccontextmanager
+async def published(
+    url: str, there: dict[str, Any], here: dict[str, Any] | None = None, **patience: Any
+) -> AsyncIterator[tuple[World, Producer]]:
+    """A claimer, and a producer that has published COUNT tokens under the ticket t."""
+    async with claimer(url, **(there if here is None else here), **patience) as node:
+        with producer(url, **there) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            yield node, other
+
+
 FROM_STORAGE = {"storage": BLOCKS + 1}
+WHO = ("producer", "claimer")
 
 
 async def test_blocks_come_from_the_producer_and_only_the_tail_from_storage(
     url: str, way: str
 ) -> None:
-    async with claimer(url, **WAYS[way]) as node:
-        with producer(url, **WAYS[way]) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node, COUNT)
-            assert counts(node) == {way: BLOCKS, "storage": 1}
-            assert other.state()["shown"] == BLOCKS
-            await no_leases(other)
+    async with published(url, WAYS[way]) as (node, other):
+        await claim(node, COUNT)
+        assert counts(node) == {way: BLOCKS, "storage": 1}
+        assert other.state()["shown"] == BLOCKS
+        await no_leases(other)
 
 
 @pytest.mark.parametrize("way", ["memory", "network"], indirect=True)
 async def test_a_producer_that_dies_after_it_has_said_where_blocks_are_is_no_loss(
     url: str, way: str
 ) -> None:
-    async with claimer(url, **WAYS[way]) as node:
-        with producer(url, **WAYS[way]) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-            handoff = node.service.require_handoff()
-            ticket = await handoff.tickets.read("t")
-            assert ticket is not None
-            with handoff.source.supply() as near:
-                near.learn(ticket)
-                await near.ask(node.prompt(range(COUNT)))
-                assert handoff.source.num_offered == BLOCKS
-                other.kill()
-                await claim(node, COUNT)
-            assert handoff.source.num_offered == 0
+    async with published(url, WAYS[way]) as (node, other):
+        source = node.service.require_handoff().source
+        with source.supply() as near:
+            near.learn(await ticket_of(node, "t"))
+            await near.ask(node.prompt(range(COUNT)))
+            assert source.num_offered == BLOCKS
+            other.kill()
+            await claim(node, COUNT)
+        assert source.num_offered == 0
         assert counts(node) == FROM_STORAGE
         assert node.service.stats().handoff.failed_direct_reads == 1
 
@@ -123,18 +122,16 @@ async def test_a_producer_that_dies_while_it_is_read_is_no_loss(
     url: str, way: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = process_memory.read
-    async with claimer(url, **WAYS[way]) as node:
-        with producer(url, **WAYS[way]) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
+    async with published(url, WAYS[way]) as (node, other):
 
-            def dying(pid: int, pieces: Sequence[process_memory.RemotePiece]) -> None:
-                if when == "before":
-                    other.kill()
-                read(pid, pieces)
+        def dying(pid: int, pieces: Sequence[process_memory.RemotePiece]) -> None:
+            if when == "before":
                 other.kill()
+            read(pid, pieces)
+            other.kill()
 
-            monkeypatch.setattr(process_memory, "read", dying)
-            await claim(node, COUNT)
+        monkeypatch.setattr(process_memory, "read", dying)
+        await claim(node, COUNT)
         # A checksum says that what came is right; without one only the producer could.
         is_told = (way, when) == ("memory", "after")
         assert counts(node) == ({"memory": BLOCKS, "storage": 1} if is_told else FROM_STORAGE)
@@ -142,39 +139,33 @@ async def test_a_producer_that_dies_while_it_is_read_is_no_loss(
 
 
 async def test_a_producer_that_hangs_costs_a_second(url: str, way: str) -> None:
-    patience: dict[str, Any] = {"lookup_deadline_s": 200, "claim_deadline_s": 200}
-    async with claimer(url, fetch_deadline_s=200.0, **WAYS[way], **patience) as node:
-        with producer(url, **WAYS[way]) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-            other.popen.send_signal(signal.SIGSTOP)
-            started = asyncio.get_running_loop().time()
-            await claim(node, COUNT)
-            # With room for a slow machine: what it waits for else is 200 s.
-            assert asyncio.get_running_loop().time() - started < 50
-            assert counts(node) == FROM_STORAGE
+    patience = {"lookup_deadline_s": 200, "claim_deadline_s": 200, "fetch_deadline_s": 200.0}
+    async with published(url, WAYS[way], **patience) as (node, other):
+        other.popen.send_signal(signal.SIGSTOP)
+        started = asyncio.get_running_loop().time()
+        await claim(node, COUNT)
+        # With room for a slow machine: what it waits for else is 200 s.
+        assert asyncio.get_running_loop().time() - started < 50
+        assert counts(node) == FROM_STORAGE
 
 
-@pytest.mark.parametrize("who", ["producer", "claimer"])
+@pytest.mark.parametrize("who", WHO)
 async def test_a_node_that_may_not_is_handed_over_to_through_storage(url: str, who: str) -> None:
-    off: dict[str, Any] = {"direct": "off"}
-    async with claimer(url, **(off if who == "claimer" else WAYS["memory"])) as node:
-        with producer(url, **(off if who == "producer" else WAYS["memory"])) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node, COUNT)
-            assert counts(node) == FROM_STORAGE
-            assert other.state()["shown"] == 0
+    there, here = ({"direct": "off"} if one == who else WAYS["memory"] for one in WHO)
+    async with published(url, there, here) as (node, other):
+        await claim(node, COUNT)
+        assert counts(node) == FROM_STORAGE
+        assert other.state()["shown"] == 0
 
 
 async def test_without_the_transfer_library_blocks_come_from_storage(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)  # as if it were not installed
-    async with claimer(url, **WAYS["network"]) as node:
+    async with published(url, WAYS["memory"], WAYS["network"]) as (node, _):
         assert "transfer engine did not start" in caplog.text
-        with producer(url, **WAYS["memory"]) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node, COUNT)
-            assert counts(node) == FROM_STORAGE
+        await claim(node, COUNT)
+        assert counts(node) == FROM_STORAGE
 
 
 _ASKS_AND_HANGS = """
@@ -198,25 +189,22 @@ def hanging_claimer(address: DirectAddress) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("end", ["killed", "silent"])
 async def test_a_claimer_that_dies_or_hangs_holds_nothing_for_long(url: str, end: str) -> None:
-    async with claimer(url) as node:
-        with producer(url, direct_lease_s=60.0 if end == "killed" else 0.5) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-            handoff = node.service.require_handoff()
-            ticket = await handoff.tickets.read("t")
-            assert ticket is not None
-            assert ticket.direct is not None
-            popen = await asyncio.to_thread(hanging_claimer, ticket.direct)
-            try:
-                assert popen.stdout is not None
-                assert await asyncio.to_thread(popen.stdout.readline) == f"{BLOCKS}\n"
-                if end == "killed":
-                    state = await asyncio.to_thread(other.state)
-                    assert (state["leases"], state["findings"]) == (1, [])
-                    popen.kill()
-                await no_leases(other)
-            finally:
+    lease = {"direct_lease_s": 60.0 if end == "killed" else 0.5}
+    async with published(url, lease) as (node, other):
+        address = (await ticket_of(node, "t")).direct
+        assert address is not None
+        popen = await asyncio.to_thread(hanging_claimer, address)
+        try:
+            assert popen.stdout is not None
+            assert await asyncio.to_thread(popen.stdout.readline) == f"{BLOCKS}\n"
+            if end == "killed":
+                state = await asyncio.to_thread(other.state)
+                assert (state["leases"], state["findings"]) == (1, [])
                 popen.kill()
-                popen.communicate()
+            await no_leases(other)
+        finally:
+            popen.kill()
+            popen.communicate()
 
 
 def connections_to(port: int) -> int:
@@ -226,23 +214,19 @@ def connections_to(port: int) -> int:
 
 
 async def test_hand_offs_leave_no_connection_and_no_thread(url: str, way: str) -> None:
-    async with claimer(url, **WAYS[way]) as node:
-        with producer(url, **WAYS[way]) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node, COUNT)  # what is opened once for all
-            threads = threading.active_count()
-            for number in range(10):
-                node.service.reset()
-                await asyncio.to_thread(other.publish, COUNT, f"t{number}")
-                await claim(node, COUNT, f"t{number}")
-            assert counts(node)[way] == 11 * BLOCKS
-            await no_leases(other)
-            handoff = node.service.require_handoff()
-            ticket = await handoff.tickets.read("t9")
-            assert ticket is not None
-            assert ticket.direct is not None
-            async with asyncio.timeout(20):
-                while await asyncio.to_thread(connections_to, ticket.direct.port):
-                    pass  # the system closes them in its own time
-            # A few: pools start theirs when they first need them. One each time would be ten.
-            assert threading.active_count() <= threads + 5
+    async with published(url, WAYS[way]) as (node, other):
+        await claim(node, COUNT)  # what is opened once for all
+        threads = threading.active_count()
+        for number in range(10):
+            node.service.reset()
+            await asyncio.to_thread(other.publish, COUNT, f"t{number}")
+            await claim(node, COUNT, f"t{number}")
+        assert counts(node)[way] == 11 * BLOCKS
+        await no_leases(other)
+        address = (await ticket_of(node, "t9")).direct
+        assert address is not None
+        async with asyncio.timeout(20):
+            while await asyncio.to_thread(connections_to, address.port):
+                pass  # the system closes them in its own time
+        # A few: pools start theirs when they first need them. One each time would be ten.
+        assert threading.active_count() <= threads + 5

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -17,14 +19,26 @@ LONG = text(40 * BLOCK_SIZE + 5, seed=3)
 NEW = 4
 
 
+@asynccontextmanager
+async def pair(device_blocks: int = 24) -> AsyncIterator[tuple[Bench, Bench]]:
+    """Two nodes over one store, idle at the end."""
+    store = memory()
+    async with (
+        bench(store, device_blocks=device_blocks) as on,
+        bench(store, device_blocks=device_blocks) as other,
+    ):
+        yield on, other
+        await on.settle()
+        await other.settle()
+
+
 async def begun(on: Bench) -> None:
     """A prefill has computed something, and not all."""
     await until(lambda: on.node.engine.stats.computed_tokens > 0, "a first chunk")
 
 
 async def test_a_cancelled_prefill_tells_who_waits_and_gives_its_blocks_back() -> None:
-    store = memory()
-    async with bench(store, device_blocks=64) as on, bench(store, device_blocks=64) as other:
+    async with pair(device_blocks=64) as (on, other):
         claiming = asyncio.create_task(
             other.node.engine.decode(other.node.job(LONG, NEW), "t", deadline_s=100.0)
         )
@@ -37,14 +51,11 @@ async def test_a_cancelled_prefill_tells_who_waits_and_gives_its_blocks_back() -
         with pytest.raises(HandoffError, match="cancelled") as refused:
             await finish(claiming)
         assert refused.value.reason == "producer_failed"
-        await on.settle()
-        await other.settle()
 
 
 async def test_a_load_that_fails_in_a_streamed_prefill_delays_the_claim_only() -> None:
-    store = memory()
     prompt = text(3 * BLOCK_SIZE + 5)
-    async with bench(store) as on, bench(store) as other:
+    async with pair() as (on, other):
         await on.node.generate(prompt, 1)
         await on.push_to_host(prompt)
         on.latch.fail_next(Direction.LOAD)
@@ -55,8 +66,6 @@ async def test_a_load_that_fails_in_a_streamed_prefill_delays_the_claim_only() -
         assert prefilled.generation.load_problem is not None
         generation, _ = await finish(claiming)
         assert generation.tokens == truth(prompt, NEW).tokens
-        await on.settle()
-        await other.settle()
 
 
 async def test_stopping_to_publish_leaves_a_prefill_its_blocks_while_it_computes() -> None:
@@ -73,8 +82,7 @@ async def test_stopping_to_publish_leaves_a_prefill_its_blocks_while_it_computes
 
 
 async def test_a_publish_nobody_waits_for_that_fails_is_the_claimers_to_hear() -> None:
-    store = memory()
-    async with bench(store, device_blocks=64) as on, bench(store, device_blocks=64) as other:
+    async with pair(device_blocks=64) as (on, other):
         on.store.fail_next(100_000)
         prefilled = await on.node.engine.prefill(
             on.node.job(LONG, 1), "t", waits_for=PublishWait.NOTHING
@@ -86,5 +94,3 @@ async def test_a_publish_nobody_waits_for_that_fails_is_the_claimers_to_hear() -
         with pytest.raises(HandoffError) as refused:
             await other.node.engine.decode(other.node.job(LONG, NEW), "t", deadline_s=1.0)
         assert refused.value.reason == "not_yet"
-        await on.settle()
-        await other.settle()

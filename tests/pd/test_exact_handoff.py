@@ -6,26 +6,29 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.exact import BLOCK_SIZE, ExactNode, exact_node, text, truth
+from tests.e2e.exact import BLOCK_SIZE, ExactNode, exact_pair, text, truth
 from tests.latch import turns, until
-from tests.redis_server import PATIENT, RedisServer, redis_server
+from tests.pd.nodes import settings
+from tests.redis_server import PATIENT, RedisServer, empty_redis, module_redis
 from tests.world import background_tasks
 from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.engine import GenerateRequest, Sampling
 from tierkv.errors import HandoffError
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.settings import DirectPath
 from tierkv.sched.worth import FetchPolicy
-from tierkv.storage.factory import StoreSettings, open_store
-from tierkv.storage.protocol import Store
+from tierkv.storage.factory import open_store
+
+__all__ = ["empty_redis", "module_redis"]
 
 NEW = 4
 GREEDY, SEEDED = Sampling(), Sampling(temperature=0.9, seed=2**63, top_k=40)
@@ -39,10 +42,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
-        yield running
+@pytest.fixture
+def server(empty_redis: RedisServer) -> Iterator[RedisServer]:
+    """With nothing in it; at the end nothing is left that lives for ever."""
+    yield empty_redis
+    names = empty_redis.execute("KEYS", "*")
+    assert isinstance(names, list)
+    assert [name for name in names if empty_redis.execute("PTTL", name) == -1] == []
+    assert [name for name in names if b":open:" in name or b":producer:" in name] == []
 
 
 @functools.cache
@@ -50,37 +57,14 @@ def right(length: int, seed: int, sampling: Sampling) -> tuple[int, ...]:
     return truth(text(length, seed=seed), NEW, sampling).tokens
 
 
-@asynccontextmanager
-async def pair(
-    url: str,
-    handoff: dict[str, Any] | None = None,
-    *,
-    stores: StoreSettings = PATIENT,
-    **cache: Any,
-) -> AsyncIterator[tuple[ExactNode, ExactNode]]:
+def pair(
+    url: str, handoff: dict[str, Any] | None = None, **cache: Any
+) -> AbstractAsyncContextManager[tuple[ExactNode, ExactNode]]:
     """handoff: fields of HandoffSettings. cache: of CacheSettings."""
-    patient: dict[str, Any] = {"direct": DirectPath.OFF, "lookup_deadline_s": 100.0}
-    patient["publish_deadline_s"] = 60
-    settings = HandoffSettings(**(patient | (handoff or {})))
     # The model here is so small that computing beats any store: fetch all the same.
     cache["fetch_policy"] = FetchPolicy.WAIT_COMPLETE
-
-    def store() -> Store:
-        return open_store(url, stores, SystemClock())
-
-    async with (
-        exact_node(store(), handoff=settings, **cache) as prefill,
-        exact_node(store(), handoff=settings, **cache) as decode,
-    ):
-        yield prefill, decode
-        for node in (prefill, decode):
-            await at_rest(node)
-
-
-async def at_rest(node: ExactNode) -> None:
-    await until(lambda: node.service.tiers.work.num_tasks == 0, "an idle node")
-    assert node.service.stats().running_requests == 0
-    assert node.service.verify() == []
+    store = partial(open_store, url, PATIENT, SystemClock())
+    return exact_pair(store, handoff=settings(**(handoff or {})), **cache)
 
 
 async def hand_over(
@@ -105,15 +89,7 @@ async def hand_over(
 
 
 def url_of(kind: str, server: RedisServer, folder: Path) -> str:
-    server.execute("FLUSHALL")
     return server.url if kind == "redis" else f"file://{folder / 'store'}"
-
-
-def nothing_lives_for_ever(server: RedisServer) -> None:
-    names = server.execute("KEYS", "*")
-    assert isinstance(names, list)
-    assert [name for name in names if server.execute("PTTL", name) == -1] == []
-    assert [name for name in names if b":open:" in name or b":producer:" in name] == []
 
 
 @pytest.mark.promise("A hand-off gives one node's tokens at any prompt length.")
@@ -137,7 +113,6 @@ async def test_any_length_is_handed_over_exactly(
     async with pair(url_of(kind, server, tmp_path), {"streams": streams}) as nodes:
         for length in lengths:
             await hand_over(nodes, length, sampling, f"{length}")
-    nothing_lives_for_ever(server)
 
 
 @pytest.mark.promise("A hand-off gives one node's tokens at any prompt length.")
@@ -154,24 +129,6 @@ async def test_any_length_is_exact_by_each_direct_way(
             await hand_over(nodes, length, (GREEDY, SEEDED)[at % 2], f"{length}")
         came = nodes[1].service.stats().handoff
         assert getattr(came, f"{way}_blocks") > 0
-    nothing_lives_for_ever(server)
-
-
-async def test_two_claims_of_one_ticket_at_once_both_have_every_token(server: RedisServer) -> None:
-    url = url_of("redis", server, Path())
-    async with pair(url) as (prefill, decode), pair(url) as (third, _):
-        prompt = text(100, seed=100)
-        async with asyncio.TaskGroup() as group:
-            claims = [
-                group.create_task(
-                    node.engine.decode(node.job(prompt, NEW, SEEDED), "one", deadline_s=60)
-                )
-                for node in (decode, decode, third)
-            ]
-            group.create_task(prefill.engine.prefill(prefill.job(prompt, 1, SEEDED), "one"))
-        for claim in claims:
-            assert claim.result()[0].tokens == right(100, 100, SEEDED)
-    nothing_lives_for_ever(server)
 
 
 ODD = [
@@ -191,20 +148,19 @@ async def test_a_tickets_id_may_be_any_text(server: RedisServer, tmp_path: Path,
     async with pair(url_of(kind, server, tmp_path)) as nodes:
         for at, ticket in enumerate(ODD):
             await hand_over(nodes, 17 + at, GREEDY, ticket)
-    nothing_lives_for_ever(server)
 
 
 @pytest.mark.parametrize("policy", [ClaimPolicy.WHOLE, ClaimPolicy.RECOMPUTE])
 async def test_a_ticket_sampled_in_another_way_stays_for_who_may_claim_it(
     server: RedisServer, policy: ClaimPolicy
 ) -> None:
-    async with pair(url_of("redis", server, Path())) as (prefill, decode):
+    async with pair(server.url) as (prefill, decode):
         prompt = text(40, seed=40)
         await prefill.engine.prefill(prefill.job(prompt, 1, SEEDED), "one")
         with pytest.raises(HandoffError, match="temperature") as error:
             await decode.engine.decode(decode.job(prompt, NEW, GREEDY), "one", policy=policy)
         assert error.value.reason == "incompatible"
-        await at_rest(decode)
+        await decode.settle()
         state = await decode.service.ticket_state("one")
         assert state.claimer is None
         job = decode.job(prompt, NEW, SEEDED)
@@ -218,45 +174,41 @@ async def test_a_ticket_sampled_in_another_way_stays_for_who_may_claim_it(
 async def test_many_hand_offs_at_once_are_exact_and_leave_nothing(
     server: RedisServer, count: int
 ) -> None:
-    url = url_of("redis", server, Path())
-    async with pair(url) as nodes:  # whatever is opened once for all
+    async with pair(server.url) as nodes:  # whatever is opened once for all
         await hand_over(nodes, 20, GREEDY, "warm")
     server.execute("FLUSHALL")
     await turns(20)
     open_before, tasks = len(os.listdir("/proc/self/fd")), background_tasks()
-    async with pair(url, device_blocks=1024) as nodes:
+    async with pair(server.url, device_blocks=1024) as nodes:
         running = background_tasks()
         async with asyncio.TaskGroup() as group:
             for n in range(count):
                 length, sampling = 20 + n % 50, SEEDED if n % 2 else GREEDY
                 group.create_task(hand_over(nodes, length, sampling, f"many{n}", seed=n))
         for node in nodes:
-            await at_rest(node)
+            await node.settle()
         assert background_tasks() <= running | {"tierkv-redis-subscribe"}
-        prefill = nodes[0].service.handoff
-        assert prefill is not None
-        assert prefill.tickets.lease.num_held == 0
+        assert nodes[0].service.require_handoff().tickets.lease.num_held == 0
     assert background_tasks() == tasks
     await until(lambda: len(os.listdir("/proc/self/fd")) <= open_before, "closed files")
-    nothing_lives_for_ever(server)
 
 
 async def test_what_a_decode_node_made_of_a_claim_is_there_for_the_prefill_node(
     server: RedisServer,
 ) -> None:
-    async with pair(url_of("redis", server, Path()), storage_write=WritePolicy.WRITE_THROUGH) as (
+    async with pair(server.url, storage_write=WritePolicy.WRITE_THROUGH) as (
         prefill,
         decode,
     ):
         prompt = text(75, seed=8)
         tokens = right(75, 8, GREEDY)
         await hand_over((prefill, decode), 75, GREEDY, "turn1", seed=8)
-        await at_rest(prefill)
-        await at_rest(decode)
+        await prefill.settle()
+        await decode.settle()
         talk = [*prompt, *tokens, *text(20, seed=9)]
         job = GenerateRequest("turn 2", prefill.job(talk, 1).tokens, 1)
         prefilled = await prefill.engine.prefill(job, "turn2")
         assert prefilled.generation.matched.total_tokens == len(prompt) + NEW - 1
         assert prefilled.generation.matched.storage_tokens > 0
         assert prefilled.generation.tokens == truth(talk, 1).tokens
-        await at_rest(prefill)
+        await prefill.settle()

@@ -2,69 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.e2e.exact import ExactNode, exact_node, text, truth
-from tests.latch import until
-from tests.redis_server import PATIENT, RedisServer, redis_server
+from tests.e2e.exact import ExactNode, exact_pair, text, truth
+from tests.pd.nodes import settings
+from tests.redis_server import PATIENT, RedisServer, empty_redis, module_redis
+from tests.storage.values import put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, HandoffError
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.tickets import Ticket, Tickets
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.storage.factory import open_store
-from tierkv.storage.protocol import PutItem
+
+__all__ = ["empty_redis", "module_redis"]
 
 PROMPT = text(40)
 NEW = 4
 TEN_YEARS_S = 10 * 365 * 86_400.0
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
-        yield running
-
-
 @asynccontextmanager
 async def published(server: RedisServer) -> AsyncIterator[tuple[ExactNode, ExactNode, Ticket]]:
     """A prefill node that has published PROMPT as `t`, and a decode node."""
-    server.execute("FLUSHALL")
-    settings = HandoffSettings(
-        direct=DirectPath.MEMORY, lookup_deadline_s=100.0, claim_deadline_s=100.0
-    )
-
-    def store() -> Any:
-        return open_store(server.url, PATIENT, SystemClock())
-
-    async with (
-        exact_node(store(), handoff=settings) as prefill,
-        exact_node(store(), handoff=settings) as decode,
-    ):
+    handoff = settings(direct=DirectPath.MEMORY)
+    store = partial(open_store, server.url, PATIENT, SystemClock())
+    async with exact_pair(store, handoff=handoff) as (prefill, decode):
         await prefill.engine.prefill(prefill.job(PROMPT, 1), "t")
         ticket = await tickets_of(prefill).read("t")
         assert ticket is not None
         yield prefill, decode, ticket
-        await until(lambda: decode.service.tiers.work.num_tasks == 0, "an idle node")
-        assert decode.service.verify() == []
+        await decode.settle()
         assert (await decode.generate(PROMPT, NEW)).tokens == truth(PROMPT, NEW).tokens
 
 
 def tickets_of(node: ExactNode) -> Tickets:
-    handoff = node.service.require_handoff()
-    return handoff.tickets
+    return node.service.require_handoff().tickets
 
 
 async def put(node: ExactNode, ticket: Ticket) -> None:
     assert node.service.store is not None
     name = tickets_of(node).names.ticket("t")
-    item = PutItem(name, (ticket.encode(),), ttl_s=60, keep_existing=False)
-    await node.service.store.put([item])
+    await put_one(node.service.store, name, ticket.encode(), ttl_s=60, keep_existing=False)
 
 
 def changed(one: Any, **fields: Any) -> Any:
@@ -89,8 +74,10 @@ ODD_ADDRESSES: list[dict[str, Any]] = [
 ]
 
 
-async def test_a_ticket_with_an_odd_address_or_first_token_is_damaged(server: RedisServer) -> None:
-    async with published(server) as (prefill, decode, ticket):
+async def test_a_ticket_with_an_odd_address_or_first_token_is_damaged(
+    empty_redis: RedisServer,
+) -> None:
+    async with published(empty_redis) as (prefill, decode, ticket):
         forged = [
             *(changed(ticket, direct=changed(ticket.direct, **fields)) for fields in ODD_ADDRESSES),
             *(changed(ticket, first_tokens=(token,)) for token in ODD_TOKENS),
@@ -104,15 +91,15 @@ async def test_a_ticket_with_an_odd_address_or_first_token_is_damaged(server: Re
 
 @pytest.mark.parametrize("after_s", [TEN_YEARS_S, 1e300])
 async def test_a_ticket_that_ends_in_the_far_future_is_claimed_and_acknowledged(
-    server: RedisServer, after_s: float
+    empty_redis: RedisServer, after_s: float
 ) -> None:
-    async with published(server) as (prefill, decode, ticket):
+    async with published(empty_redis) as (prefill, decode, ticket):
         await put(prefill, changed(ticket, expires_at=ticket.expires_at + after_s))
         generation, _ = await decode.engine.decode(decode.job(PROMPT, NEW), "t")
         assert generation.tokens == truth(PROMPT, NEW).tokens
-        await until(lambda: decode.service.tiers.work.num_tasks == 0, "the acknowledgement")
+        await decode.settle()  # it has acknowledged
         acknowledged = tickets_of(decode).names.acknowledgement("t")
-        left_ms = server.execute("PTTL", acknowledged)
+        left_ms = empty_redis.execute("PTTL", acknowledged)
         assert isinstance(left_ms, int)
         assert 0 < left_ms <= (600 + 120) * 1000  # as long as a ticket of ours
 

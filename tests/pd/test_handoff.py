@@ -18,7 +18,7 @@ from tests.sessions import publish_request
 from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, kv_of, tokens, world
 from tierkv.cache.keys import Fingerprint, Names, pack
-from tierkv.cache.layout import Layout, attention_layout
+from tierkv.cache.layout import attention_layout
 from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError, StoreDownError
 from tierkv.gpu.cpu import CpuEvent
 from tierkv.gpu.protocol import Direction
@@ -257,12 +257,9 @@ async def test_a_damaged_ticket_or_something_else_in_its_place_is_damaged() -> N
             assert "ticket" in str(problem)
 
 
-def _other_size() -> Layout:
-    return attention_layout(
-        num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", item_bytes=4, block_size=8
-    )
-
-
+OTHER_SIZE = attention_layout(
+    num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", item_bytes=4, block_size=8
+)
 OTHERS = {
     "model": Fingerprint("other", LAYOUTS["gqa"]),
     "revision": fingerprint(revision="v2"),
@@ -270,7 +267,7 @@ OTHERS = {
     "adapter": fingerprint(adapter="lora"),
     "tenant": fingerprint(tenant="someone else"),
     "layout": dataclasses.replace(fingerprint(), layout=LAYOUTS["mla"]),
-    "block_size": dataclasses.replace(fingerprint(), layout=_other_size()),
+    "block_size": dataclasses.replace(fingerprint(), layout=OTHER_SIZE),
     "key_format": dataclasses.replace(fingerprint(), key_format=99),
 }
 

@@ -8,7 +8,7 @@ from tierkv.clock import SystemClock
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 
-async def test_a_prefill_that_waits_for_nothing_answers_and_is_claimed() -> None:
+async def test_a_prefill_that_waits_for_nothing_answers_and_is_claimed_and_counted() -> None:
     store = MemoryStore(MemorySettings(), SystemClock())
     async with here(store=store) as prefill, here(store=store) as decode:
         body = {"prompt": "the quick brown fox jumps over the lazy dog", "ticket_id": "t"}
@@ -21,6 +21,11 @@ async def test_a_prefill_that_waits_for_nothing_answers_and_is_claimed() -> None
         assert claimed.status == 200
         assert claimed.body["first_tokens"] == answer.body["tokens"]
         assert claimed.body["computed_tokens"] == 0
+        published, claims = [
+            (await one.client.get("/v1/stats")).body["handoff"] for one in (prefill, decode)
+        ]
+        assert (published["published_prompts"], published["published_blocks"]) == (1, 3)
+        assert claims["claimed_prompts"] == 1
         await until(lambda: prefill.node.service.stats().running_requests == 0)
         await prefill.settle()
         await decode.settle()
@@ -40,15 +45,3 @@ async def test_a_decode_that_may_compute_answers_without_a_ticket() -> None:
             assert answer.body["first_tokens"] == []
             assert answer.body["tokens"] == alone.body["tokens"]
         await node.settle()
-
-
-async def test_stats_count_hand_offs() -> None:
-    store = MemoryStore(MemorySettings(), SystemClock())
-    async with here(store=store) as prefill, here(store=store) as decode:
-        body = {"prompt": "the quick brown fox", "ticket_id": "t"}
-        await prefill.client.post("/v1/prefill", body)
-        await decode.client.post("/v1/decode", body | {"max_tokens": 2})
-        published = (await prefill.client.get("/v1/stats")).body["handoff"]
-        claimed = (await decode.client.get("/v1/stats")).body["handoff"]
-        assert (published["published_prompts"], published["published_blocks"]) == (1, 2)
-        assert claimed["claimed_prompts"] == 1

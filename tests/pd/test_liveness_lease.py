@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from msgspec.structs import replace
 
-from tests.e2e.exact import ExactNode, exact_node, text, truth
+from tests.e2e.exact import ExactNode, exact_pair, text, truth
 from tests.latch import until
+from tests.pd.nodes import settings
 from tests.redis_server import RedisServer, redis_server
 from tierkv.cache.keys import Prompt
 from tierkv.clock import SystemClock
-from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.guard import ResilienceSettings
-from tierkv.storage.protocol import Store
 from tierkv.storage.redis.store import RedisSettings
 
 PROMPT = text(100)
@@ -54,20 +54,11 @@ class Waiting:
 @asynccontextmanager
 async def waiting(server: RedisServer, *, lease_s: float) -> AsyncIterator[Waiting]:
     """At the end the producer says that it lives, and completes its ticket."""
-    settings = HandoffSettings(
-        direct=DirectPath.OFF, producer_lease_s=lease_s, lookup_deadline_s=100.0
-    )
-
-    def store() -> Store:
-        return open_guarded_store(server.url, UNHURRIED, SystemClock())
-
-    async with (
-        exact_node(store(), handoff=settings) as prefill,
-        exact_node(store(), handoff=settings) as decode,
-    ):
+    handoff = settings(producer_lease_s=lease_s)
+    store = partial(open_guarded_store, server.url, UNHURRIED, SystemClock())
+    async with exact_pair(store, handoff=handoff) as (prefill, decode):
         await prefill.engine.prefill(prefill.job(PROMPT, 1), "t")
-        handoff = prefill.service.require_handoff()
-        tickets = handoff.tickets
+        tickets = prefill.service.require_handoff().tickets
         ticket = await tickets.read("t")
         assert ticket is not None
         prompt = Prompt.of(PROMPT, ticket.block_size)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.gated_reads import GatedReads
 from tests.latch import finish, until
+from tests.pd.nodes import computed, settings
 from tests.sessions import claim_request, publish_request
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
@@ -18,7 +19,6 @@ from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd import claims
 from tierkv.pd.handoff import NUM_GROUPS
-from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.request import Request
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -26,13 +26,6 @@ from tierkv.storage.protocol import GetStatus, Store
 
 PROMPT = [token % 50 for token in range(4 * (3 * GROUP_BLOCKS + 10))]  # four groups
 BLOCKS = len(PROMPT) // 4
-SETTINGS = HandoffSettings(
-    publish_deadline_s=100.0,
-    claim_deadline_s=100.0,
-    lookup_deadline_s=100.0,
-    direct=DirectPath.OFF,
-    streams=False,
-)
 
 
 @asynccontextmanager
@@ -40,7 +33,7 @@ async def node(store: Store) -> AsyncIterator[World]:
     """Moves nothing but what a hand-off asks for. Room for the prompt and a little more."""
     async with world(
         store=store,
-        handoff=SETTINGS,
+        handoff=settings(streams=False),
         device_blocks=BLOCKS + 4,
         host_blocks=BLOCKS + 4,
         host_write=WritePolicy.NONE,
@@ -50,12 +43,12 @@ async def node(store: Store) -> AsyncIterator[World]:
 
 
 @asynccontextmanager
-async def computed(store: Store) -> AsyncIterator[tuple[World, Request]]:
+async def running(store: Store) -> AsyncIterator[tuple[World, Request]]:
+    """A request whose prompt is computed."""
     async with node(store) as here:
         request = await computed(here, PROMPT)
         yield here, request
         await here.ended(request)
-        assert here.service.verify() == []
 
 
 def memory() -> MemoryStore:
@@ -63,7 +56,7 @@ def memory() -> MemoryStore:
 
 
 async def test_groups_are_copied_from_the_device_while_others_are_being_stored() -> None:
-    async with computed(memory()) as (here, request), asyncio.TaskGroup() as group:
+    async with running(memory()) as (here, request), asyncio.TaskGroup() as group:
         here.the_store.hold_writes()
         publishing = group.create_task(publish_request(here.service, request, "t", [1]))
         await here.the_store.until_held(NUM_GROUPS)
@@ -79,7 +72,7 @@ async def test_a_write_that_fails_ends_the_publish_and_gives_back_what_it_used(
     good_writes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tierkv.pd.handoff._PATIENCE_S", 0.0)
-    async with computed(memory()) as (here, request):
+    async with running(memory()) as (here, request):
         here.the_store.hold_writes()
         publishing = asyncio.create_task(publish_request(here.service, request, "t", [1]))
         await here.the_store.until_held(NUM_GROUPS)
@@ -96,7 +89,7 @@ async def test_a_write_that_fails_ends_the_publish_and_gives_back_what_it_used(
 
 
 async def test_a_publish_that_is_cancelled_stops_all_of_its_groups() -> None:
-    async with computed(memory()) as (here, request):
+    async with running(memory()) as (here, request):
         here.latch.hold(Direction.OFFLOAD)
         publishing = asyncio.create_task(publish_request(here.service, request, "t", [1]))
         await here.latch.until_held()
@@ -114,7 +107,7 @@ async def test_what_has_been_fetched_is_loaded_while_the_rest_is_on_its_way(
 ) -> None:
     monkeypatch.setattr(claims, "MIN_BYTES", 1)
     store = memory()
-    async with computed(store) as (there, request):
+    async with running(store) as (there, request):
         await finish(publish_request(there.service, request, "t", [1]))
         gated = GatedReads(store)
         async with node(gated) as here, asyncio.TaskGroup() as group:

@@ -7,19 +7,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.latch import CopyLatch, finish
-from tests.pd.nodes import claim, publish, tokens
-from tests.world import BLOCK, World, fingerprint
+from tests.latch import finish
+from tests.pd.nodes import ROOM, claim, publish, refused, settings, ticket_of
+from tests.storage.values import put_one
+from tests.world import World, tokens, world
 from tierkv.clock import SystemClock
-from tierkv.errors import HandoffError
-from tierkv.gpu.cpu import CpuDevice
-from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.tickets import Acknowledgement, Standing, Ticket
-from tierkv.sched.settings import CacheSettings
-from tierkv.service import Service
+from tierkv.pd.settings import DirectPath
+from tierkv.pd.tickets import Acknowledgement, Standing
 from tierkv.storage.codec import SmallCodec, TenantCodecs, Trust
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import PutItem
 from tierkv.transfer.tier import StorageOptions
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
@@ -40,11 +36,9 @@ def trust(request: pytest.FixtureRequest) -> Trust:
 @asynccontextmanager
 async def node(store: MemoryStore, trust: Trust, key: bytes | None = KEY) -> AsyncIterator[World]:
     options = StorageOptions(codecs=TenantCodecs(trust, key), small=SmallCodec(trust, key))
-    settings = CacheSettings(block_size=BLOCK, device_blocks=64, host_blocks=64)
-    handoff = HandoffSettings(lookup_deadline_s=100.0, claim_deadline_s=100.0)
-    service = Service(CpuDevice(), fingerprint(), settings, handoff, store, storage=options)
-    async with service.running():
-        yield World(service, CopyLatch())
+    handoff = settings(direct=DirectPath.AUTO)
+    async with world(store=store, handoff=handoff, storage=options, **ROOM) as here:
+        yield here
 
 
 @asynccontextmanager
@@ -55,15 +49,13 @@ async def published(store: MemoryStore, trust: Trust) -> AsyncIterator[tuple[Wor
 
 
 async def is_damaged(decode: World) -> None:
-    with pytest.raises(HandoffError) as refused:
-        await claim(decode, PROMPT)
-    assert refused.value.reason == "damaged"
+    assert (await refused(decode, PROMPT)).reason == "damaged"
     status = await finish(decode.service.ticket_state("ticket"))
     assert status.state is Standing.DAMAGED
 
 
 async def put(store: MemoryStore, name: str, value: bytes) -> None:
-    await store.put([PutItem(name, (value,), ttl_s=60, keep_existing=False)])
+    await put_one(store, name, value, keep_existing=False)
 
 
 async def get(store: MemoryStore, name: str) -> bytes:
@@ -94,10 +86,7 @@ async def test_a_ticket_that_somebody_without_the_key_wrote_is_not_used(
 ) -> None:
     """Word for word what the producer would have written, where nothing is sealed."""
     async with published(store, trust) as (prefill, decode):
-        tickets = prefill.service.require_handoff().tickets  # type: ignore[union-attr]
-        ticket = await finish(tickets.read("ticket"))
-        assert isinstance(ticket, Ticket)
-        name = ticket_name(prefill)
+        ticket, name = await ticket_of(prefill), ticket_name(prefill)
         mine = SmallCodec(trust, OTHER_KEY).seal_small(name, ticket.encode())
         for forged in (ticket.encode(), mine, b"", b"TKVS"):
             await put(store, name, forged)
@@ -126,20 +115,18 @@ async def test_an_acknowledgement_or_a_lease_without_the_key_says_nothing(
     store: MemoryStore, trust: Trust
 ) -> None:
     async with published(store, trust) as (prefill, _):
-        handoff = prefill.service.require_handoff()
-        ticket = await finish(handoff.tickets.read("ticket"))
-        assert ticket is not None
+        tickets, ticket = prefill.service.require_handoff().tickets, await ticket_of(prefill)
+        lease, names = tickets.lease, tickets.names
         forged = Acknowledgement(
             ticket_id="ticket", created_at=ticket.created_at, claimer="me", claimed_at=0.0
         )
-        names = handoff.tickets.names
         await put(store, names.acknowledgement("ticket"), forged.encode())
-        assert await finish(handoff.tickets.read_acknowledgement("ticket")) is None
-        with handoff.tickets.lease.held():
-            await finish(handoff.tickets.lease.written())
-            assert await finish(handoff.tickets.lease.is_alive(handoff.tickets.lease.incarnation))
+        assert await finish(tickets.read_acknowledgement("ticket")) is None
+        with lease.held():
+            await finish(lease.written())
+            assert await finish(lease.is_alive(lease.incarnation))
         await put(store, names.producer("somebody"), b"99999999999.000")
-        assert not await finish(handoff.tickets.lease.is_alive("somebody"))
+        assert not await finish(lease.is_alive("somebody"))
 
 
 @pytest.mark.parametrize("other", [(Trust.TRUSTED, None), (Trust.SEALED, OTHER_KEY)])

@@ -11,22 +11,19 @@ from typing import Any
 import pytest
 
 from tests.latch import finish, turns
+from tests.pd.nodes import computed, settings
 from tests.redis_server import PATIENT, RedisServer, module_redis  # noqa: F401 - a fixture
 from tests.sessions import claim_request, open_stream, publish_request
 from tests.world import World, world
 from tierkv.clock import SystemClock
 from tierkv.errors import DuplicateRequestError
 from tierkv.pd.handoff import Published
-from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.tickets import OpenTicket, Standing, Ticket
 from tierkv.storage.factory import open_store
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
 
 PROMPTS = ([1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11])
-QUICK = HandoffSettings(
-    publish_deadline_s=100.0, claim_deadline_s=100.0, lookup_deadline_s=100.0, direct=DirectPath.OFF
-)
 
 
 @pytest.fixture(params=["memory", "file", "redis"])
@@ -45,22 +42,28 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Stor
 @asynccontextmanager
 async def three(stores: list[Store]) -> AsyncIterator[tuple[World, World, World]]:
     async with (
-        world(store=stores[0], handoff=QUICK) as first,
-        world(store=stores[1], handoff=QUICK) as second,
-        world(store=stores[2], handoff=QUICK) as claimer,
+        world(store=stores[0], handoff=settings()) as first,
+        world(store=stores[1], handoff=settings()) as second,
+        world(store=stores[2], handoff=settings()) as claimer,
     ):
         yield first, second, claimer
+        for node in (first, second, claimer):
+            await node.settle()
 
 
 async def hand_over(
-    node: World, prompt: list[int], ticket: str, begin: asyncio.Barrier, *, streams: bool
+    node: World,
+    prompt: list[int],
+    ticket: str,
+    begin: asyncio.Barrier | None = None,
+    *,
+    streams: bool,
 ) -> Published | DuplicateRequestError:
     """Both are let through by the check; what follows decides."""
     await node.service.check_ticket_is_free(ticket, node.prompt(prompt))
-    request = await node.admit(prompt)
-    node.compute(request, prompt)
-    await finish(node.service.scheduler.commit(request, node.prompt(prompt).tokens))
-    await begin.wait()
+    request = await computed(node, prompt)
+    if begin is not None:
+        await begin.wait()
     try:
         if not streams:
             return await publish_request(node.service, request, ticket, [prompt[0]])
@@ -72,6 +75,16 @@ async def hand_over(
         return error
     finally:
         node.service.scheduler.end(request)
+
+
+async def finds(claimer: World, ticket: str, prompt: list[int]) -> None:
+    """The ticket is that prompt's, and has been claimed."""
+    request, claimed = await claim_request(
+        claimer.service, f"claim {ticket}", ticket, claimer.prompt(prompt), max_new_tokens=0
+    )
+    assert claimed is not None
+    assert claimed.first_tokens == (prompt[0],)
+    await claimer.ended(request)
 
 
 @pytest.mark.parametrize("streams", [(False, False), (True, True), (True, False)])
@@ -91,15 +104,7 @@ async def test_of_two_prompts_that_take_one_id_at_the_same_moment_one_has_it(
             assert len(winners) == 1, outcomes
             failed = [node.service.stats().handoff.failed_publishes for node in (first, second)]
             assert sum(failed) == round_ + 1
-            prompt = PROMPTS[winners[0]]
-            request, claimed = await claim_request(
-                claimer.service, f"claim {ticket}", ticket, claimer.prompt(prompt), max_new_tokens=0
-            )
-            assert claimed is not None
-            assert claimed.first_tokens == (prompt[0],)
-            claimer.service.scheduler.end(request)
-        for node in (first, second, claimer):
-            await node.settle()
+            await finds(claimer, ticket, PROMPTS[winners[0]])
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -107,26 +112,18 @@ async def test_who_comes_when_another_prompts_ticket_is_whole_leaves_it_alone(
     stores: list[Store], streams: bool
 ) -> None:
     async with three(stores) as (first, second, claimer):
-        ticket = f"late {streams}"
-        begin, late = asyncio.Barrier(1), asyncio.Barrier(2)
+        ticket, late = f"late {streams}", asyncio.Barrier(2)
         task = asyncio.create_task(hand_over(second, PROMPTS[1], ticket, late, streams=streams))
         while late.n_waiting == 0:  # the check let it through: nothing is there yet
             await turns(1)
-        published = await hand_over(first, PROMPTS[0], ticket, begin, streams=True)
+        published = await hand_over(first, PROMPTS[0], ticket, streams=True)
         assert isinstance(published, Published)
         await late.wait()
         assert isinstance(await task, DuplicateRequestError)
-        request, claimed = await claim_request(
-            claimer.service, "c", ticket, claimer.prompt(PROMPTS[0]), max_new_tokens=0
-        )
-        assert claimed is not None
-        assert claimed.first_tokens == (PROMPTS[0][0],)
-        await claimer.ended(request)  # it has said that it has it
+        await finds(claimer, ticket, PROMPTS[0])
         # A hand-off that is over is in nobody's way.
-        again = await hand_over(second, PROMPTS[1], ticket, asyncio.Barrier(1), streams=streams)
+        again = await hand_over(second, PROMPTS[1], ticket, streams=streams)
         assert isinstance(again, Published)
-        for node in (first, second, claimer):
-            await node.settle()
 
 
 async def test_who_begins_while_another_prompts_ticket_is_completed_is_told_and_leaves_it(
@@ -140,19 +137,15 @@ async def test_who_begins_while_another_prompts_ticket_is_completed_is_told_and_
 
         async def put_late(one: Ticket | OpenTicket, **more: Any) -> bool:
             if not published:
-                published.append(
-                    await hand_over(first, PROMPTS[0], ticket, asyncio.Barrier(1), streams=False)
-                )
+                published.append(await hand_over(first, PROMPTS[0], ticket, streams=False))
             return await put(one, **more)
 
         monkeypatch.setattr(handoff.tickets, "put", put_late)
-        late = await hand_over(second, PROMPTS[1], ticket, asyncio.Barrier(1), streams=True)
+        late = await hand_over(second, PROMPTS[1], ticket, streams=True)
         assert isinstance(late, DuplicateRequestError)
         assert isinstance(published[0], Published)
         standing = await claimer.service.ticket_state(ticket)
         assert (standing.state, standing.num_tokens) == (Standing.WHOLE, len(PROMPTS[0]))
-        for node in (first, second, claimer):
-            await node.settle()
 
 
 async def test_a_producer_that_gives_up_does_not_close_what_another_has_begun(
@@ -170,8 +163,6 @@ async def test_a_producer_that_gives_up_does_not_close_what_another_has_begun(
             tasks.append(asyncio.create_task(stream.run()))
             begun = await opened(claimer, begun)
         slow, helper = streams
-        assert slow is not None
-        assert helper is not None
         slow.fail("it was too slow")
         await asyncio.wait([tasks[0]])
         assert tasks[0].exception() is not None
@@ -179,16 +170,11 @@ async def test_a_producer_that_gives_up_does_not_close_what_another_has_begun(
         second.compute(requests[1], prompt)
         await finish(second.service.scheduler.commit(requests[1], second.prompt(prompt).tokens))
         helper.advance(len(prompt))
-        helper.finish([9])
+        helper.finish([prompt[0]])
         await finish(tasks[1])
-        request, ticket = await claim_request(
-            claimer.service, "c", "t", claimer.prompt(prompt), max_new_tokens=0
-        )
-        assert ticket is not None
-        claimer.service.scheduler.end(request)
+        await finds(claimer, "t", prompt)
         for node, held in zip((first, second), requests, strict=True):
             await node.ended(held)
-        await claimer.settle()
 
 
 async def opened(node: World, after: float) -> float:

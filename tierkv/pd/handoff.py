@@ -669,13 +669,6 @@ def _end_in_index(blocks: PromptBlocks, stop: int) -> int:
 _LAST_WORD_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class _Finish:
-    first_tokens: tuple[int, ...]
-    after: tuple[Event, ...]
-    sampling: dict[str, str]
-
-
 class PublishStream:
     """A publish that stores the blocks of a prompt while the prompt is being computed.
 
@@ -712,7 +705,7 @@ class PublishStream:
         self._deadline_s = deadline_s
         self._computed_blocks = 0
         self._after: tuple[Event, ...] = ()
-        self._finish: _Finish | None = None
+        self._finish: partial[Awaitable[Published]] | None = None  # publishes what is left
         self._failure: str | None = None
         self._changed = asyncio.Event()
         self._scope: asyncio.Timeout | None = None
@@ -749,7 +742,15 @@ class PublishStream:
             sampling: names and values of the parameters with which `first_tokens` were sampled;
                 None to leave them out of the ticket.
         """
-        self._finish = _Finish(tuple(first_tokens), tuple(after), dict(sampling or {}))
+        self._finish = partial(
+            self._handoff.publish,
+            self._blocks,
+            self._ticket_id,
+            tuple(first_tokens),
+            after=tuple(after),
+            sampling=dict(sampling or {}),
+            deadline_s=self._deadline_s,
+        )
         self._end_in(self._deadline_s)
 
     def fail(self, reason: str) -> None:
@@ -818,16 +819,7 @@ class PublishStream:
             raise HandoffError(HandoffProblem.PRODUCER_FAILED.value, self._failure)
         finish = self._finish
         assert finish is not None, "it goes on until finished or failed"
-        published = await self._handoff.publish(
-            self._blocks,
-            self._ticket_id,
-            finish.first_tokens,
-            after=finish.after,
-            sampling=finish.sampling,
-            deadline_s=self._deadline_s,
-            stored_blocks=ready,
-            announced=lambda: asyncio.wait([opening]),
-        )
+        published = await finish(stored_blocks=ready, announced=lambda: asyncio.wait([opening]))
         if ready is None:
             return published
         self._handoff.stats.early_blocks += ready - present
@@ -861,7 +853,7 @@ class PublishStream:
             present = ready = min(present, most)
             while self._is_going_on:
                 if ready >= self._computed_blocks:
-                    self._notify(ready)
+                    handoff.tickets.hint(self._ticket_id, f"{PROGRESS}{ready}")
                     await self._change()
                     continue
                 stop = min(ready + GROUP_BLOCKS, self._computed_blocks)
@@ -885,9 +877,6 @@ class PublishStream:
     @property
     def _is_going_on(self) -> bool:
         return self._finish is None and self._failure is None
-
-    def _notify(self, ready: int) -> None:
-        self._handoff.tickets.hint(self._ticket_id, f"{PROGRESS}{ready}")
 
     async def _close(self, open_ticket: OpenTicket, failure: str) -> None:
         with suppress(TimeoutError, StoreUnavailableError, HandoffError):

@@ -164,34 +164,24 @@ class Portions:
         """
         at = request.lease.num_blocks
         budget.arrived()
-        found = await self._source.fetch(portion, group.slots[: len(portion)])
+        found = await self._source.fetch(portion, group.slots)
         if outcome.done() or budget.left_s <= 0:  # the caller has stopped waiting, or is about to
             return _LATE
-        with budget.stopped():
-            return await self._load(request, portion, at, group, found)
-
-    async def _load(
-        self,
-        request: Request,
-        keys: Sequence[StoredKey],
-        at: int,
-        group: Group,
-        found: Sequence[GetOutcome],
-    ) -> GetOutcome | None:
         num_hits = next(
             (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)
         )
         if num_hits:
-            request.check_wanted()
-            target = request.block_table[at : at + num_hits]
-            mover = self._scheduler.tiers.mover
-            movement = group.movement = mover.load(group.slots[:num_hits], target)
-            request.loads = (*request.loads, movement)  # until it ends, its blocks stay here
-            await movement.done()
-            came = list(zip(found[:num_hits], keys, strict=False))
-            await self._scheduler.commit_fetched(
-                request,
-                at * request.spec.prompt.block_size + sum(key.num_tokens for _, key in came),
-                num_direct=sum(key.num_tokens for one, key in came if one.is_direct),
-            )
+            with budget.stopped():
+                request.check_wanted()
+                target = request.block_table[at : at + num_hits]
+                mover = self._scheduler.tiers.mover
+                movement = group.movement = mover.load(group.slots[:num_hits], target)
+                request.loads = (*request.loads, movement)  # until it ends, its blocks stay here
+                await movement.done()
+                came = list(zip(found[:num_hits], portion, strict=False))
+                await self._scheduler.commit_fetched(
+                    request,
+                    at * request.spec.prompt.block_size + sum(key.num_tokens for _, key in came),
+                    num_direct=sum(key.num_tokens for one, key in came if one.is_direct),
+                )
         return found[num_hits] if num_hits < len(found) else None

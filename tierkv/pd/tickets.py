@@ -42,7 +42,7 @@ from tierkv.errors import (
     StoreUnavailableError,
 )
 from tierkv.pd.direct.address import DirectAddress
-from tierkv.pd.settings import EXPIRED_GRACE_S, DirectPath
+from tierkv.pd.settings import EXPIRED_GRACE_S
 from tierkv.sched.tiers import Tiers
 from tierkv.storage import codec
 from tierkv.storage.codec import SmallCodec
@@ -58,7 +58,6 @@ from tierkv.transfer.storage_io import StorageIO
 # acknowledgement    the ticket was claimed
 
 _VERSION = 1
-_ACKNOWLEDGED = b"TKVA"
 _DIGEST_BYTES = 32
 _Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 MAX_TICKET_BYTES = 16 << 20  # about 300,000 blocks
@@ -101,7 +100,23 @@ class HandoffProblem(Enum):
     LOAD_FAILED = "load_failed"
 
 
-class _Handed(msgspec.Struct, frozen=True, kw_only=True):
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    magic: ClassVar[bytes]
+
+    def encode(self) -> bytes:
+        return codec.seal(self.magic, _VERSION, self)
+
+    @classmethod
+    def decode(cls, value: bytes) -> Self:
+        """Decode a record that was read from storage.
+
+        Raises:
+            StoreCorruptError: the value is damaged.
+        """
+        return codec.unseal(cls.magic, _VERSION, value, cls)
+
+
+class _Handed(_Record, frozen=True, kw_only=True):
     """The fields that tickets and open tickets share.
 
     Attributes:
@@ -120,7 +135,6 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
             if they can only be read from storage.
     """
 
-    magic: ClassVar[bytes]
     ticket_id: str
     fingerprint: dict[str, str]
     block_size: int
@@ -140,13 +154,6 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a digest has a wrong length")
         if not (math.isfinite(self.created_at) and math.isfinite(self.expires_at)):
             raise ValueError("a ticket's times must be finite numbers")  # it would never expire
-
-    def encode(self) -> bytes:
-        return codec.seal(self.magic, _VERSION, self)
-
-    @classmethod
-    def decode(cls, value: bytes) -> Self:
-        return codec.unseal(cls.magic, _VERSION, value, cls)
 
     def keys(self) -> list[StoredKey]:
         tail = self.num_tokens % self.block_size
@@ -190,7 +197,7 @@ class OpenTicket(_Handed, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
+class Acknowledgement(_Record, frozen=True, kw_only=True):
     """The record in storage by which a claimer confirms that it has claimed a ticket.
 
     Attributes:
@@ -200,22 +207,11 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
         claimed_at: Unix seconds of the claim.
     """
 
+    magic = b"TKVA"
     ticket_id: str
     created_at: float
     claimer: str
     claimed_at: float
-
-    def encode(self) -> bytes:
-        return codec.seal(_ACKNOWLEDGED, _VERSION, self)
-
-    @classmethod
-    def decode(cls, value: bytes) -> Acknowledgement:
-        """Decode an acknowledgement that was read from storage.
-
-        Raises:
-            StoreCorruptError: the value is damaged.
-        """
-        return codec.unseal(_ACKNOWLEDGED, _VERSION, value, cls)
 
 
 _SEAL_BYTES = 64  # a signature or encryption adds no more
@@ -319,6 +315,7 @@ class ProducerLease:
 
     Attributes:
         incarnation: random id of this process, which the value's name contains.
+        num_held: number of open tickets, which need the lease.
         num_renewals: number of attempts to write the value.
     """
 
@@ -327,17 +324,12 @@ class ProducerLease:
         self.lease_s = lease_s
         self._storage = storage
         self._values = values
-        self._num_held = 0
+        self.num_held = 0
         self._wanted = asyncio.Event()
         self._renewal_tried = asyncio.Event()
         self._renew_now = asyncio.Event()
         self._renewed_at = float("-inf")
         self.num_renewals = 0
-
-    @property
-    def num_held(self) -> int:
-        """The number of open tickets, which need the node's liveness lease."""
-        return self._num_held
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -361,7 +353,7 @@ class ProducerLease:
         Use one `with` block for each open ticket of the node. At the end of the last one the
         renewals stop.
         """
-        self._num_held += 1
+        self.num_held += 1
         self._wanted.set()
         if asyncio.get_running_loop().time() - self._renewed_at > self.interval_s:
             self._renewal_tried.clear()
@@ -369,8 +361,8 @@ class ProducerLease:
         try:
             yield
         finally:
-            self._num_held -= 1
-            if not self._num_held:
+            self.num_held -= 1
+            if not self.num_held:
                 self._wanted.clear()
 
     async def written(self) -> None:
@@ -611,15 +603,6 @@ class Tickets:
 
         return await abandonable(self._tiers.work.started, put, "tierkv-write-ticket")
 
-    async def forget_ended(self, ticket_id: str) -> None:
-        """Delete the ticket and the acknowledgement of an earlier hand-off that used this id.
-
-        Raises:
-            StoreUnavailableError: the store does not answer.
-        """
-        names = [self.names.ticket(ticket_id), self.names.acknowledgement(ticket_id)]
-        await self._storage.store.delete(names)
-
     async def forget_open(self, ticket_id: str) -> None:
         """Delete an open ticket after the ticket itself was written.
 
@@ -758,7 +741,8 @@ class Tickets:
         is_there, _ = await both(self._exists(ticket.ticket_id), self.lease.written())
         if is_there:
             await self.check_free(ticket.ticket_id, ticket.digests)
-            await self.forget_ended(ticket.ticket_id)
+            ended = [self.names.ticket, self.names.acknowledgement]
+            await self._storage.store.delete([name(ticket.ticket_id) for name in ended])
         await self._claim_name(ticket)
         self.hint(ticket.ticket_id, f"{PROGRESS}0")
 
@@ -1037,18 +1021,6 @@ class HandoffStats:
     network_blocks: int = 0
     damaged_direct_blocks: int = 0
     failed_direct_reads: int = 0
-
-    def read_from_host_tier(self, path: DirectPath, num_blocks: int) -> None:
-        """Count blocks that were read from another node's host tier.
-
-        Args:
-            path: MEMORY for the same machine, otherwise NETWORK.
-            num_blocks: number of blocks.
-        """
-        if path is DirectPath.MEMORY:
-            self.memory_blocks += num_blocks
-        else:
-            self.network_blocks += num_blocks
 
 
 class Standing(Enum):

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from types import ModuleType
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -49,10 +50,25 @@ from tierkv.transfer.storage_io import Slice
 LATE_S = 5.0
 
 
+_Part = TypeVar("_Part", Planes, HostSlots, Lane)
+
+
 def _close(parts: Sequence[Device | Planes | HostSlots | Lane]) -> None:
     with ExitStack() as stack:
         for part in parts:
             stack.callback(part.close)
+
+
+def _all_or_none(opens: Iterable[Callable[[], _Part]]) -> list[_Part]:
+    """Return what each of `opens` returns; if one raises, close what the others have returned."""
+    parts: list[_Part] = []
+    try:
+        for open_one in opens:
+            parts.append(open_one())  # noqa: PERF401 - those before a failure are closed
+    except BaseException:
+        _close(parts)
+        raise
+    return parts
 
 
 class RankedDevice:
@@ -128,24 +144,14 @@ class RankedDevice:
             LayoutError: `layout` is not the layout that `scheme` divides over the ranks.
         """
         self._check(layout)
-        parts: list[Planes] = []
-        try:
-            for device, own in zip(self.devices, self.layouts, strict=True):
-                parts.append(device.allocate_planes(own, num_blocks))
-        except BaseException:
-            _close(parts)
-            raise
+        own = zip(self.devices, self.layouts, strict=True)
+        parts = _all_or_none(partial(device.allocate_planes, of, num_blocks) for device, of in own)
         return RankedPlanes(layout, num_blocks, parts)
 
     def allocate_host(self, layout: Layout, num_slots: int) -> RankedHost:
         self._check(layout)
-        parts: list[HostSlots] = []
-        try:
-            for device, own in zip(self.devices, self.layouts, strict=True):
-                parts.append(device.allocate_host(own, num_slots))
-        except BaseException:
-            _close(parts)
-            raise
+        own = zip(self.devices, self.layouts, strict=True)
+        parts = _all_or_none(partial(device.allocate_host, of, num_slots) for device, of in own)
         return RankedHost(num_slots, parts)
 
     def slices(self, host: HostSlots) -> list[Slice]:
@@ -157,13 +163,8 @@ class RankedDevice:
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
         assert isinstance(planes, RankedPlanes), "a ranked device's planes are ranked"
         assert isinstance(host, RankedHost), "a ranked device's slots are ranked"
-        lanes: list[Lane] = []
-        try:
-            for device, p, h in zip(self.devices, planes.parts, host.parts, strict=True):
-                lanes.append(device.open_lane(direction, p, h))
-        except BaseException:
-            _close(lanes)
-            raise
+        own = zip(self.devices, planes.parts, host.parts, strict=True)
+        lanes = _all_or_none(partial(device.open_lane, direction, p, h) for device, p, h in own)
         return _RankedLane(lanes, planes.layout.num_layers, self._pending)
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:

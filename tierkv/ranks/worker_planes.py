@@ -472,19 +472,16 @@ class RankSocket:
                 "groups of layers"
             )
         of_groups = list(zip(*self._shards, strict=True))
-        if all(self._is_same(*group) for group in zip(layouts, of_groups, strict=True)):
+        pairs = list(zip(layouts, of_groups, strict=True))
+        if all(one.digest == layout.digest for layout, shards in pairs for one in shards):
             return [[slice(0, one.block_bytes)] * self.num_ranks for one in layouts]
-        for layout, shards in zip(layouts, of_groups, strict=True):
+        for layout, shards in pairs:
             if side_by_side(shards).digest != layout.digest:
                 raise ConfigError(
                     "the ranks' shards do not make up the cache's layout: pass the "
                     "layout side_by_side(shards), or shards equal to the layout"
                 )
         return [pieces(shards) for shards in of_groups]
-
-    @staticmethod
-    def _is_same(layout: Layout, shards: Sequence[Layout]) -> bool:
-        return all(shard.digest == layout.digest for shard in shards)
 
     @property
     def failure(self) -> str | None:

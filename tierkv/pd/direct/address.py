@@ -207,7 +207,8 @@ class Channel:
     @property
     def peer_uid(self) -> int | None:
         """The user id of the process at the other end of a Unix socket; None for TCP."""
-        return uid_of_peer(self._writer)
+        end: socket.socket | None = self._writer.get_extra_info("socket")
+        return credentials(end)[1] if end is not None and end.family == socket.AF_UNIX else None
 
     def close(self) -> None:
         self._writer.close()
@@ -309,9 +310,3 @@ def credentials(end: socket.socket) -> tuple[int, int, int]:
         end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
     return pid, uid, gid
-
-
-def uid_of_peer(writer: asyncio.StreamWriter) -> int | None:
-    """Return the user id at the other end of a Unix socket; None for other sockets."""
-    end: socket.socket | None = writer.get_extra_info("socket")
-    return credentials(end)[1] if end is not None and end.family == socket.AF_UNIX else None

@@ -95,7 +95,7 @@ class DirectServer:
         machine: str,
         planes: ShownPlanes | None,
         held_s: float,
-        on_blocks: Callable[[int], None],
+        stats: HandoffStats,
     ) -> None:
         """Create the server; the first `offer` opens its sockets.
 
@@ -108,7 +108,7 @@ class DirectServer:
             planes: describes this node's device memory; None if other processes cannot read it.
             held_s: seconds for which the blocks of an answer are not evicted, unless the claimer
                 asks again.
-            on_blocks: called with the number of blocks in each answer.
+            stats: counts of the node's hand-offs.
         """
         self._tiers = tiers
         self._slices = slices
@@ -117,7 +117,7 @@ class DirectServer:
         self._machine = machine
         self._planes = planes
         self._held_s = held_s
-        self._on_blocks = on_blocks
+        self._stats = stats
         self._threads = WorkerThreads("direct hand-off", 1)
         self._secret = os.urandom(32)
         self._prompts: dict[str, Prompt] = {}  # by the name of their offer
@@ -274,7 +274,7 @@ class DirectServer:
             answer = await self._on_device(ask, prompt, held)
         else:
             answer = await self._on_host(ask, prompt, held)
-        self._on_blocks(len(answer.blocks) + len(answer.block_ids))
+        self._stats.shown_blocks += len(answer.blocks) + len(answer.block_ids)
         return msgspec.structs.replace(answer, was_held=was_held)
 
     def _hold(self, prompt: Prompt, stop: int, held: ShownBlocks) -> Lease:
@@ -447,36 +447,33 @@ class Claimer:
         The question ends the protection from eviction. Return False if the producer does not
         answer.
         """
-        nothing = DirectAsk(offer=address.offer, first=0, stop=0)
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await channel.send_ask(nothing, address.secret)
-                return (await channel.answer(address.secret)).was_held
+                return (await _ask(channel, address)).was_held
         except (OSError, EOFError, TimeoutError, StoreCorruptError) as error:
             log.info("the producer of a ticket no longer answers: %r", error)
             return False
 
     async def _answer_to(self, first: int, stop: int, machine: str = "") -> DirectAnswer | None:
-        if self._is_silent or self._address is None:
+        address = self._address
+        if self._is_silent or address is None:
             return None
-        ask = DirectAsk(offer=self._address.offer, first=first, stop=stop, machine=machine)
         try:
             async with asyncio.timeout(_ANSWER_S):
-                return await self._exchange(ask)
+                return await self._exchange(address, first, stop, machine)
         except (OSError, EOFError, TimeoutError, StoreCorruptError) as error:
             log.info("the producer of a ticket cannot be reached: %r", error)
             self._is_silent = True
             return None
 
-    async def _exchange(self, ask: DirectAsk) -> DirectAnswer:
-        address = self._address
-        assert address is not None, "checked by `_answer_to`"
+    async def _exchange(
+        self, address: DirectAddress, first: int, stop: int, machine: str
+    ) -> DirectAnswer:
         try:
             if self._channel is None:
                 self._channel = await self._connect(address)
                 await self._channel.receive_nonce()
-            await self._channel.send_ask(ask, address.secret)
-            return await self._channel.answer(address.secret)
+            return await _ask(self._channel, address, first, stop, machine)
         except BaseException:
             self._hang_up()  # the next answer on this connection would be that to this question
             raise
@@ -498,9 +495,7 @@ class Claimer:
                 channel = await self._connect(address)
                 try:
                     await channel.receive_nonce()
-                    nothing = DirectAsk(offer=address.offer, first=0, stop=0)
-                    await channel.send_ask(nothing, address.secret)
-                    return (await channel.answer(address.secret)).failure
+                    return (await _ask(channel, address)).failure
                 finally:
                     channel.close()
         except (OSError, EOFError, TimeoutError, StoreCorruptError):
@@ -535,6 +530,14 @@ class Claimer:
         """Close the connection, so that the producer can evict the blocks of its last answer."""
         self._hang_up()
         self._address = self._peer = self._near = None
+
+
+async def _ask(
+    channel: Channel, address: DirectAddress, first: int = 0, stop: int = 0, machine: str = ""
+) -> DirectAnswer:
+    ask = DirectAsk(offer=address.offer, first=first, stop=stop, machine=machine)
+    await channel.send_ask(ask, address.secret)
+    return await channel.answer(address.secret)
 
 
 _LOOPBACK = "127.0.0.1"
@@ -616,7 +619,16 @@ class Direct:
             if way in (DirectPath.AUTO, DirectPath.NETWORK) and host:
                 await self._start_engine(host, stack)
             await stack.enter_async_context(self.offers.running())
-            server = self._new_server(host)
+            server = DirectServer(
+                self._tiers,
+                self._storage.slices,
+                self._slots,
+                where=(host or _LOOPBACK, self._settings.direct_port),
+                machine=self._machine,
+                planes=self._planes,
+                held_s=self._settings.direct_lease_s,
+                stats=self._stats,
+            )
             await stack.enter_async_context(server.running())
             self._server = server
             try:
@@ -671,21 +683,6 @@ class Direct:
             "them in a private network",
             self._engine.name,
         )
-
-    def _new_server(self, host: str) -> DirectServer:
-        return DirectServer(
-            self._tiers,
-            self._storage.slices,
-            self._slots,
-            where=(host or _LOOPBACK, self._settings.direct_port),
-            machine=self._machine,
-            planes=self._planes,
-            held_s=self._settings.direct_lease_s,
-            on_blocks=self._count_shown,
-        )
-
-    def _count_shown(self, num_blocks: int) -> None:
-        self._stats.shown_blocks += num_blocks
 
     # The prefill node's side
 

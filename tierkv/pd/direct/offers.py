@@ -283,11 +283,7 @@ class Offers:
         Raises:
             StoreUnavailableError: the store does not answer, and no producer offers the first key.
         """
-        shown = 0
-        for key in keys:
-            if self._offer(key) is None:
-                break
-            shown += 1
+        shown = next((i for i, key in enumerate(keys) if self._offer(key) is None), len(keys))
         if shown == len(keys):
             return shown
         try:
@@ -348,7 +344,10 @@ class Offers:
                     error,
                 )
                 continue
-            self._stats.read_from_host_tier(peer.path, len(whole))
+            if peer.path is DirectPath.MEMORY:
+                self._stats.memory_blocks += len(whole)
+            else:
+                self._stats.network_blocks += len(whole)
             for at in whole:
                 outcomes[at] = _HIT
             if len(whole) < len(some):
