@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +44,27 @@ def alone(path: Path, packed: bytes) -> tuple[list[int], list[TokenLogprobs]]:
     return out, scores
 
 
-class Pair:
-    """A prefill node and a decode node of one model over one directory."""
+Start = Callable[[str], AbstractAsyncContextManager[NodeProcess]]
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder = folder
-        self._config = folder / "node.toml"
-        self._config.write_text(
-            f'[node]\nmodel = "{model}"\n[engine]\nweights_dir = "{folder / "weights"}"\n'
-            '[cache]\ndevice_blocks = 64\nhost_blocks = 128\nstorage_write = "write_through"\n'
-            'fetch_policy = "wait_complete"\n'
-        )
 
-    @asynccontextmanager
-    async def start(self, role: str) -> AsyncIterator[NodeProcess]:
-        url = f"file://{self.folder / 'store'}"
-        async with node(
-            role, role=role, config=self._config, storage=url, folder=self.folder, direct="off"
-        ) as one:
-            yield one
+def prepared(kind: str, folder: Path) -> tuple[Path, Start]:
+    """A model, and what starts a node of it in a role, over one directory for all."""
+    tensors = llama_tensors(tied=True)
+    if kind == "directory":
+        model = write_llama(folder / "small", tensors, "BF16")
+    else:
+        model = write_llama_gguf(folder / "small.gguf", tensors, "Q8_0")
+    config, storage = folder / "node.toml", f"file://{folder / 'store'}"
+    config.write_text(
+        f'[node]\nmodel = "{model}"\n[engine]\nweights_dir = "{folder / "weights"}"\n'
+        '[cache]\ndevice_blocks = 64\nhost_blocks = 128\nstorage_write = "write_through"\n'
+        'fetch_policy = "wait_complete"\n'
+    )
+
+    def start(role: str) -> AbstractAsyncContextManager[NodeProcess]:
+        return node(role, role=role, config=config, storage=storage, folder=folder, direct="off")
+
+    return model, start
 
 
 @pytest.mark.promise(
@@ -72,13 +74,13 @@ class Pair:
 async def test_a_pair_each_tier_and_a_gateway_give_the_tokens_of_the_model_alone(
     kind: str, tmp_path: Path
 ) -> None:
-    model, pair = await asyncio.to_thread(prepared, kind, tmp_path)
+    model, start = await asyncio.to_thread(prepared, kind, tmp_path)
     tokenizer = await asyncio.to_thread(read_tokenizer, model)
     packed = tokenizer.encode_chat(CHAT)
     expected, scores = await asyncio.to_thread(alone, model, packed)
     async with AsyncExitStack() as stack:
-        prefill = await stack.enter_async_context(pair.start("prefill"))
-        async with pair.start("decode") as decode:
+        prefill = await stack.enter_async_context(start("prefill"))
+        async with start("decode") as decode:
             await prefill.client.prefill(PrefillBody(tokens=packed, ticket_id="t"))
             body = DecodeBody(tokens=packed, ticket_id="t", max_tokens=NUM_TOKENS)
             claimed = await decode.client.decode(body)
@@ -99,18 +101,9 @@ async def test_a_pair_each_tier_and_a_gateway_give_the_tokens_of_the_model_alone
         assert [one["token"] for one in found] == [tokenizer.token_text(one) for one in expected]
         is_ended = bool(tokenizer.stop_tokens & set(expected))
         assert choice["finish_reason"] == ("stop" if is_ended else "length")
-        async with pair.start("decode") as fresh:
+        async with start("decode") as fresh:
             stored = await fresh.client.generate(GenerateBody(tokens=packed, max_tokens=NUM_TOKENS))
             assert (list(stored.tokens), stored.matched.storage > 0) == (expected, True)
-
-
-def prepared(kind: str, folder: Path) -> tuple[Path, Pair]:
-    tensors = llama_tensors(tied=True)
-    if kind == "directory":
-        model = write_llama(folder / "small", tensors, "BF16")
-    else:
-        model = write_llama_gguf(folder / "small.gguf", tensors, "Q8_0")
-    return model, Pair(folder, model)
 
 
 async def chat(front: NodeProcess) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError, Store
 from tierkv.gpu.cpu import CpuEvent
 from tierkv.gpu.protocol import Direction
 from tierkv.pd import claims
+from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import NUM_GROUPS, Staging
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import OpenTicket, Ticket
@@ -289,16 +290,17 @@ async def test_a_node_that_cannot_use_the_kv_names_the_field(field: str) -> None
     [tokens(8), tokens(10), tokens(9, 1), [*tokens(8), 99], [99, *tokens(9)[1:]]],
     ids=["shorter", "longer", "other", "other tail", "other start"],
 )
-async def test_a_ticket_for_another_prompt_is_refused(
+async def test_a_ticket_for_another_prompt_is_refused_whatever_the_policy(
     other: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: nobody has claimed it, so no other hand-off can take its place."""
     monkeypatch.setattr(claims, "_GRACE_S", 3600.0)
     async with pair() as (prefill, decode):
         await publish(prefill, tokens(9))
-        problem = await refused(decode, other, deadline_s=1000.0)
-        assert problem.reason == "other_prompt"
-        assert "of 9 tokens" in str(problem)
+        for policy in (ClaimPolicy.WHOLE, ClaimPolicy.RECOMPUTE):
+            problem = await refused(decode, other, deadline_s=1000.0, policy=policy)
+            assert problem.reason == "other_prompt"
+            assert "of 9 tokens" in str(problem)
 
 
 @pytest.mark.parametrize("at", range(3))

@@ -121,15 +121,6 @@ async def test_who_recomputes_all_asks_storage_for_nothing() -> None:
         await decode.ended(request)
 
 
-@pytest.mark.parametrize("policy", [ClaimPolicy.WHOLE, ClaimPolicy.RECOMPUTE])
-async def test_a_ticket_for_another_prompt_is_refused_whatever_the_policy(
-    policy: ClaimPolicy,
-) -> None:
-    async with pair() as (prefill, decode):
-        await publish(prefill, tokens(9))
-        assert (await refused(decode, tokens(10), policy=policy)).reason == "other_prompt"
-
-
 async def test_waiting_for_a_ticket_is_not_hammering() -> None:
     async with pair() as (prefill, decode):
         before, began = decode.the_store.num_operations, time.monotonic()

@@ -53,7 +53,7 @@ from tierkv.gpu.protocol import Event, HostSlots
 from tierkv.observe import Stats
 from tierkv.pd.claims import acknowledge, claim_budget, wait_for_ticket
 from tierkv.pd.handoff import Published, PublishStream
-from tierkv.pd.source import NoSupply
+from tierkv.pd.source import Supply
 from tierkv.pd.tickets import HandoffProblem, Ticket, TicketLedger
 from tierkv.sched.budget import Budget
 from tierkv.sched.copies import HASHED_BLOCKS, Beyond, stored_beyond
@@ -542,7 +542,7 @@ class HostSide:
                 deadline_s=deadline_s,
                 estimator=self._service.estimator,
                 fetch=self._fetch_ahead,
-                near=NoSupply(),
+                near=Supply(),
             )
         except HandoffError:
             handoff.stats.claims_without_ticket += 1

@@ -705,7 +705,7 @@ class PublishStream:
         self._deadline_s = deadline_s
         self._computed_blocks = 0
         self._after: tuple[Event, ...] = ()
-        self._finish: partial[Awaitable[Published]] | None = None  # publishes what is left
+        self._finish: Callable[..., Awaitable[Published]] | None = None  # publishes what is left
         self._failure: str | None = None
         self._changed = asyncio.Event()
         self._scope: asyncio.Timeout | None = None

@@ -277,16 +277,9 @@ class Link:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
-    def shutdown(self) -> None:
-        """End sending and receiving in all threads.
-
-        Call `close` when no other thread uses the link any more.
-        """
+    def close(self) -> None:
         with suppress(OSError):  # the other end has closed first
             self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.shutdown()
         self._socket.close()
 
 

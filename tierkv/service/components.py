@@ -34,7 +34,7 @@ from tierkv.pd.direct.direct import Direct
 from tierkv.pd.handoff import STAGING_BLOCKS, Handoff, Staging
 from tierkv.pd.portions import Portions
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.source import NoPeers, PeerSource
+from tierkv.pd.source import PeerSource
 from tierkv.pd.tickets import HandoffStats, ProducerLease, SmallValues, TicketLedger, Tickets
 from tierkv.ranks.memory import SharedCpuDevice
 from tierkv.ranks.ranked import RankedDevice
@@ -283,7 +283,7 @@ class Components:
     ) -> tuple[Source, PeerSource]:
         io, options = self._storage.io, self._storage.options
         if handoff.direct is DirectPath.OFF or io.slices.size > 1:
-            return io, NoPeers()
+            return io, PeerSource()
         direct = Direct(
             self.tiers,
             io,

@@ -46,6 +46,7 @@ from tierkv.pd.direct.offers import (
     TransferEngine,
 )
 from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.source import PeerSource, Supply
 from tierkv.pd.tickets import HandoffStats, OpenTicket, Ticket, TicketLedger
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.base import WorkerThreads
@@ -341,13 +342,8 @@ class DirectServer:
 _ANSWER_S = 1.0  # an answer takes some ms; without one, blocks come from storage
 
 
-class Claimer:
-    """The decode node's side of one claim: it asks the producer where blocks lie in its memory.
-
-    Attributes:
-        came: ranges of the prompt's tokens that this claim has fetched, from any source.
-        direct: the ranges in `came` that were read from the producer's memory.
-    """
+class Claimer(Supply):
+    """The decode node's side of one claim: it asks the producer where blocks lie in its memory."""
 
     def __init__(
         self,
@@ -369,6 +365,7 @@ class Claimer:
             machine: identity of this machine, from `this_machine`.
             may_land: returns True if the device has room for the claim's blocks now.
         """
+        super().__init__()
         self._tiers = tiers
         self._offers = offers
         self._landing = landing
@@ -380,8 +377,6 @@ class Claimer:
         self._peer: Peer | None = None
         self._channel: Channel | None = None
         self._mine: list[tuple[bytes, Offer]] = []
-        self.came: list[range] = []  # ranges of tokens that were fetched for this claim
-        self.direct: list[range] = []  # those that were read from the producer's memory
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
         """Set the producer's address to the one in a ticket or open ticket.
@@ -544,7 +539,7 @@ _LOOPBACK = "127.0.0.1"
 _ENGINE_START_S = 10.0
 
 
-class Direct:
+class Direct(PeerSource):
     """The `PeerSource` of a node that offers its memory, or reads other nodes' memory.
 
     Inside `running()`, fetches that use `offers` as their source read blocks from producers.
