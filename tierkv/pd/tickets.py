@@ -58,6 +58,7 @@ from tierkv.transfer.storage_io import StorageIO
 # acknowledgement    the ticket was claimed
 
 _VERSION = 1
+_ACKNOWLEDGED = b"TKVA"
 _DIGEST_BYTES = 32
 _Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 MAX_TICKET_BYTES = 16 << 20  # about 300,000 blocks
@@ -100,23 +101,7 @@ class HandoffProblem(Enum):
     LOAD_FAILED = "load_failed"
 
 
-class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    magic: ClassVar[bytes]
-
-    def encode(self) -> bytes:
-        return codec.seal(self.magic, _VERSION, self)
-
-    @classmethod
-    def decode(cls, value: bytes) -> Self:
-        """Decode a record that was read from storage.
-
-        Raises:
-            StoreCorruptError: the value is damaged.
-        """
-        return codec.unseal(cls.magic, _VERSION, value, cls)
-
-
-class _Handed(_Record, frozen=True, kw_only=True):
+class _Handed(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that tickets and open tickets share.
 
     Attributes:
@@ -135,6 +120,7 @@ class _Handed(_Record, frozen=True, kw_only=True):
             if they can only be read from storage.
     """
 
+    magic: ClassVar[bytes]
     ticket_id: str
     fingerprint: dict[str, str]
     block_size: int
@@ -154,6 +140,13 @@ class _Handed(_Record, frozen=True, kw_only=True):
             raise ValueError("a digest has a wrong length")
         if not (math.isfinite(self.created_at) and math.isfinite(self.expires_at)):
             raise ValueError("a ticket's times must be finite numbers")  # it would never expire
+
+    def encode(self) -> bytes:
+        return codec.seal(self.magic, _VERSION, self)
+
+    @classmethod
+    def decode(cls, value: bytes) -> Self:
+        return codec.unseal(cls.magic, _VERSION, value, cls)
 
     def keys(self) -> list[StoredKey]:
         tail = self.num_tokens % self.block_size
@@ -197,7 +190,7 @@ class OpenTicket(_Handed, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class Acknowledgement(_Record, frozen=True, kw_only=True):
+class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
     """The record in storage by which a claimer confirms that it has claimed a ticket.
 
     Attributes:
@@ -207,11 +200,22 @@ class Acknowledgement(_Record, frozen=True, kw_only=True):
         claimed_at: Unix seconds of the claim.
     """
 
-    magic = b"TKVA"
     ticket_id: str
     created_at: float
     claimer: str
     claimed_at: float
+
+    def encode(self) -> bytes:
+        return codec.seal(_ACKNOWLEDGED, _VERSION, self)
+
+    @classmethod
+    def decode(cls, value: bytes) -> Acknowledgement:
+        """Decode an acknowledgement that was read from storage.
+
+        Raises:
+            StoreCorruptError: the value is damaged.
+        """
+        return codec.unseal(_ACKNOWLEDGED, _VERSION, value, cls)
 
 
 _SEAL_BYTES = 64  # a signature or encryption adds no more
