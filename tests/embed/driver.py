@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.embed.test_groups import Hybrid
 from tests.latch import PATIENCE_S
-from tierkv.cache.groups import NO_BLOCK, GroupKind
+from tierkv.cache.groups import NO_BLOCK, GroupKind, main_group
 from tierkv.cache.keys import MediaItem, Prompt, prompt_extra
 from tierkv.embed.engine_cache import Found
 from tierkv.gpu.protocol import Direction
@@ -95,8 +95,7 @@ class Driver:
     def __post_init__(self) -> None:
         groups = self.on.cache.groups
         self.sizes = [group.block_size for group in groups]
-        full = next((g for g in groups if g.kind is GroupKind.FULL), groups[0])
-        self.size = full.block_size
+        self.size = groups[main_group(groups)].block_size
         self.free: list[list[int]] = [list(range(1, NUM_BLOCKS)) for _ in groups]
         self.limbo: list[list[int]] = [[] for _ in groups]
         if not self.bases:

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +20,18 @@ import pytest
 from tests.embed.engine import until
 from tests.embed.engine_rank import StepMessage
 from tests.embed.planes import plan_of
-from tests.embed.test_engine_cache import ask
-from tests.embed.test_engine_cache import engine as another_engine
+from tests.embed.steps import Steps, ask, local_ranks
+from tests.embed.test_groups import hybrid
 from tests.embed.tp_engine import BLOCKS, ROOT, TpEngine, a_cache, engine
 from tests.latch import PATIENCE_S
-from tests.world import BLOCK, GQA, fingerprint
+from tests.world import BLOCK, GQA
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import CacheGroup, GroupKind
-from tierkv.cache.keys import Fingerprint, Prompt, pack
+from tierkv.cache.keys import Fingerprint
 from tierkv.cache.layout import Layout, Plane
 from tierkv.clock import SystemClock
 from tierkv.embed import EngineCache, Finished, RankSocket, WorkerPlanes
-from tierkv.embed.engine_cache import Found, Polled
+from tierkv.embed.engine_cache import Found
 from tierkv.errors import ConfigError, DeviceFailedError, GateTimeoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.ranks.link import MAGIC, VERSION, Goodbye, Link
@@ -73,48 +73,25 @@ def test_each_rank_saves_and_loads_its_own_bytes_of_every_group(
         ]
         for _ in range(2)
     ]
-    with ExitStack() as stack:
-        cache = EngineCache(
-            Fingerprint("m", whole[0]),
-            [CacheGroup(whole[0]), CacheGroup(whole[1], GroupKind.WINDOW, window=BLOCK)],
-            host_bytes=1 << 20,
-            cache=CacheSettings(block_size=BLOCK),
-            ranks=RankSocket(path, [layouts] * 2),
-        )
-        stack.enter_context(cache)
-        ranks = []
-        for rank, mine in enumerate(arrays):
-            of_groups = [EnginePlanes(*one) for one in zip(layouts, mine, strict=True)]
-            ranks.append(WorkerPlanes(CpuDevice(), of_groups, rank=rank))
-            ranks[-1].connect(path, PATIENCE_S)
-            stack.callback(ranks[-1].close)
-        prompt, seen = Prompt(pack(range(4 * BLOCK)), BLOCK), Polled()
-
-        def is_over(key: str) -> Found | None:
-            polled = cache.poll([one for rank in ranks for one in rank.finished()])
-            seen.stored += polled.stored
-            seen.loaded += polled.loaded
-            return Found(0) if key in {*dict(seen.stored), *dict(seen.loaded)} else None
-
-        plan = cache.save("a", prompt, [[0, 1, 2, 3], [0, 1]])
-        assert plan is not None
-        for planes in ranks:
-            planes.start_saves(plan)
-        ask(lambda: is_over("a"))
-        found = ask(lambda: cache.lookup("b", prompt))
+    cache = EngineCache(
+        Fingerprint("m", whole[0]),
+        [CacheGroup(whole[0]), CacheGroup(whole[1], GroupKind.WINDOW, window=BLOCK)],
+        host_bytes=1 << 20,
+        cache=CacheSettings(block_size=BLOCK),
+        ranks=RankSocket(path, [layouts] * 2),
+    )
+    planes = [[EnginePlanes(*one) for one in zip(layouts, mine, strict=True)] for mine in arrays]
+    with local_ranks(cache, path, planes) as on:
+        tokens = list(range(4 * BLOCK))
+        on.save("a", tokens, [0, 1, 2, 3], [0, 1])
+        found = on.lookup("b", tokens)
         assert (found.num_tokens, found.blocks) == (4 * BLOCK, (range(4), range(1, 2)))
-        plan = cache.load("b", [[8, 9, 10, 11], [9]], [0, 1])
-        assert plan is not None
-        for planes in ranks:
-            planes.start_loads(plan)
-        ask(lambda: is_over("b"))
-        assert seen.loaded == [("b", ())]
+        on.load("b", [8, 9, 10, 11], [9], first=[0, 1])
         for rank, mine in enumerate(arrays):
             source = arrays[0 if are_same else rank]
             for one, other in zip(mine[0], source[0], strict=True):
                 assert np.array_equal(one[8:12], other[:4]), rank
             assert np.array_equal(mine[1][0][9], source[1][0][1]), rank
-        assert cache.verify().wait(PATIENCE_S) == []
 
 
 def test_blocks_are_found_only_once_the_last_rank_has_saved_them(tmp_path: Path) -> None:
@@ -204,9 +181,7 @@ def test_a_rank_that_never_comes_is_lost_at_the_deadline(tmp_path: Path) -> None
         )
         late = _planes()
         late.connect(str(tmp_path / "s"))
-        late.start_saves(plan_of(1, "offload", [0], [0]))
-        [report] = _reports(late)
-        assert "restart the engine" in str(report.problem), "its slots are others' now"
+        assert "restart the engine" in str(_load(late).problem), "its slots are others' now"
         late.close()
 
 
@@ -223,9 +198,9 @@ def test_a_plan_that_comes_before_the_host_slots_waits_for_them(tmp_path: Path) 
             planes.wait_layer(plan.number, 0, timeout_s=0.01)
         planes.connect(path)
         planes.wait_layer(plan.number, 0, PATIENCE_S)
-        reports = _reports(planes)
-        assert reports == [Finished(plan.number)]
-        on.poll(reports)
+        report = _report(planes)
+        assert report == Finished(plan.number)
+        on.poll([report])
         on.until(lambda: on.seen.stored == [("a", 1)])
         planes.close()
     planes.close()
@@ -277,19 +252,12 @@ def test_a_rank_outlives_a_scheduler_that_is_killed(
     )
     planes = _planes()
     planes.connect(str(path), PATIENCE_S)
-    plan = plan_of(1, "load", [3], [2])
-    planes.start_loads(plan)
-    assert _reports(planes) == [Finished(1)]
+    assert _load(planes) == Finished(1)
     scheduler.kill()
     scheduler.communicate()
-    number = 2
-    while True:  # until it has heard of it
-        planes.start_loads(plan_of(number, "load", [3], [2]))
-        [report] = _reports(planes)
-        if report.problem is not None:
-            break
-        number += 1
-    assert "was lost" in report.problem
+    numbers = count(2)
+    problem = ask(lambda: _load(planes, next(numbers)).problem)  # once it has heard of it
+    assert "was lost" in problem
     planes.close()
     assert path.exists(), "it was killed"
     with a_cache(RankSocket(str(path), [GQA])):  # the next one takes its place
@@ -317,27 +285,20 @@ def test_copies_that_no_step_reports_any_more_are_kept_and_stored(
 ) -> None:
     """As vLLM ends: its workers close first, and its scheduler hears of no further step."""
     store, path = f"file://{tmp_path}/store", str(tmp_path / "ranks.sock")
-    arrays = [np.full((BLOCKS, one.block_bytes), 7, np.uint8) for one in GQA.planes]
-    planes = WorkerPlanes(CpuDevice(), EnginePlanes(GQA, arrays))
-    cache = EngineCache(
-        fingerprint(),
-        [GQA],
-        host_bytes=32 * GQA.block_bytes,
+    planes = _planes()
+    with a_cache(
+        RankSocket(path, [GQA]),
         cache=CacheSettings(block_size=BLOCK, storage_write=WritePolicy.WRITE_THROUGH),
         store=lambda: open_store(store, StoreSettings(), SystemClock()),
-        ranks=RankSocket(path, [GQA]),
-    )
-    with cache:
+    ) as cache:
         planes.connect(path, PATIENCE_S)
         until(lambda: planes.is_attached, "the rank has its host slots")
-        plan = cache.save("a", Prompt(pack(TOKENS), BLOCK), [HERE])
-        assert plan is not None
-        planes.start_saves(plan)
+        planes.start_saves(Steps(cache).plan_to_save("a", TOKENS, HERE))
         reports: list[Finished] = []
         while is_reported and not reports:  # and vLLM's worker has not handed it on
             reports = planes.finished()
         planes.close(reports)
-    with another_engine(store) as on:
+    with hybrid([CacheGroup(GQA)], store, model="model") as on:
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))
         on.cache.release("b")
 
@@ -355,14 +316,11 @@ def test_who_is_no_rank_of_this_cache_is_told_so_and_holds_nothing_up(tmp_path: 
         second = _planes(rank=1)
         for planes, why in ((wrong, "layout differs"), (second, "rank 1 was refused")):
             planes.connect(str(path))
-            planes.start_loads(plan_of(1, "load", [0], [0]))
-            [report] = _reports(planes)
-            assert why in str(report.problem)
+            assert why in str(_load(planes).problem)
             planes.close()
         right = _planes()
         right.connect(str(path))
-        right.start_loads(plan_of(1, "load", [0], [0]))
-        assert _reports(right) == [Finished(1)]
+        assert _load(right) == Finished(1)
         with pytest.raises(ConfigError, match="in use"):
             a_cache(RankSocket(str(path), [GQA])).open()
         right.close()
@@ -390,9 +348,7 @@ def test_a_rank_refuses_plans_and_keeps_no_descriptor_after_an_answer_it_cannot_
         with end:
             end.settimeout(PATIENCE_S)
             Link(end).send(answer, descriptors=[memory.fileno()])
-            planes.start_loads(plan_of(1, "load", [0], [0]))
-            [report] = _reports(planes)
-            assert "rank 0 has no host slots" in str(report.problem)
+            assert "rank 0 has no host slots" in str(_load(planes).problem)
             assert end.recv(1 << 16), "the hello"
             assert end.recv(1) == b"", "the rank has closed its end"
     planes.close()
@@ -427,9 +383,12 @@ def _planes(rank: int = 0) -> WorkerPlanes:
     return WorkerPlanes(CpuDevice(), EnginePlanes(GQA, _arrays(GQA)), rank=rank)
 
 
-def _reports(planes: WorkerPlanes) -> list[Finished]:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (reports := planes.finished()):
-        assert time.monotonic() < deadline, "no report"
-        os.sched_yield()
-    return reports
+def _report(planes: WorkerPlanes) -> Finished:
+    [report] = ask(lambda: planes.finished() or None)
+    return report
+
+
+def _load(planes: WorkerPlanes, number: int = 1) -> Finished:
+    """The report of a load, good or bad."""
+    planes.start_loads(plan_of(number, "load", [0], [0]))
+    return _report(planes)

@@ -16,29 +16,37 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.embed.test_engine_cache import ask
+from tests.embed.steps import Steps
 from tests.faulty import FaultyStore
 from tests.latch import EVERY, PATIENCE_S, CopyLatch
 from tests.redis_server import PATIENT, redis_server
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind, longest_of_all, slots_of
-from tierkv.cache.keys import Fingerprint, Prompt, pack
+from tierkv.cache.groups import (
+    NO_BLOCK,
+    CacheGroup,
+    GroupKind,
+    longest_of_all,
+    main_group,
+    slots_of,
+)
+from tierkv.cache.keys import Fingerprint
 from tierkv.cache.layout import Layout, Plane, layered
 from tierkv.clock import SystemClock
 from tierkv.embed import EngineCacheSettings
-from tierkv.embed.engine_cache import EngineCache, Found, Polled
+from tierkv.embed.engine_cache import EngineCache, Found
 from tierkv.embed.external import NodeHost
 from tierkv.errors import BadRequestError, ConfigError, HandoffError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Published
+from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.memory import EnginePlanes
 from tierkv.ranks.worker_planes import WorkerPlanes
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service.kv_events import EventsSection
 from tierkv.storage.base import StoreWrapper
-from tierkv.storage.factory import open_store
+from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store
 
 SIZE = 4
@@ -83,19 +91,13 @@ def rows_of(tokens: Sequence[int], group: int) -> np.ndarray:
 
 
 @dataclass
-class Hybrid:
+class Hybrid(Steps):
     """A fake engine: blocks in arrays of its own, what they hold is a function of the tokens."""
 
-    cache: EngineCache
     planes: WorkerPlanes
     arrays: list[list[np.ndarray]]
     latch: CopyLatch
-    seen: Polled = field(default_factory=Polled)
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
-
-    def prompt(self, tokens: Sequence[int]) -> Prompt:
-        main = next((g for g in self.cache.groups if g.kind is GroupKind.FULL), None)
-        return Prompt(pack(tokens), (main or self.cache.groups[0]).block_size)
 
     def write(self, tokens: Sequence[int], group: int, position: int, block: int) -> None:
         self.put(self.block_of(tokens, group, position), group, block)
@@ -125,35 +127,42 @@ class Hybrid:
             for layer, array in enumerate(self.arrays[group])
         )
 
-    def whole(self, tokens: Sequence[int]) -> list[list[int]]:
+    def whole(self, tokens: Sequence[int], first: int = 1) -> list[list[int]]:
         """A block for every position, in every group."""
         return [
-            list(range(1, 1 - (-len(tokens) // group.block_size))) for group in self.cache.groups
+            list(range(first, first - (-len(tokens) // group.block_size)))
+            for group in self.cache.groups
         ]
+
+    def compute(self, tokens: Sequence[int], ids: Sequence[Sequence[int]]) -> None:
+        for group, blocks in enumerate(ids):
+            for position, block in enumerate(blocks):
+                if block != NO_BLOCK:
+                    self.write(tokens, group, position, block)
+
+    def start_save(self, key: str, tokens: Sequence[int], *ids: Sequence[int], **more: Any) -> None:
+        self.planes.start_saves(self.plan_to_save(key, tokens, *ids, **more))
 
     def save(
         self,
         tokens: Sequence[int],
         block_ids: Sequence[Sequence[int]] | None = None,
-        **more: object,
+        *,
+        key: str = "",
+        **more: Any,
     ) -> str:
-        """Compute what these blocks hold and save it, and wait until it can be found."""
-        key = f"save {next(self.numbers)}"
+        """Compute what these blocks hold and save it, and wait until it can be found. The request
+        ends then, if it was not given a key."""
+        name = key or f"save {next(self.numbers)}"
         ids = self.whole(tokens) if block_ids is None else block_ids
-        for group, blocks in enumerate(ids):
-            for position, block in enumerate(blocks):
-                if block != NO_BLOCK:
-                    self.write(tokens, group, position, block)
-        plan = self.cache.save(key, self.prompt(tokens), ids, **more)  # type: ignore[arg-type]
+        self.compute(tokens, ids)
+        plan = self.cache.save(name, self.prompt(tokens), ids, **more)
         if plan is not None:
             self.planes.start_saves(plan)
-            self.until(lambda: key in dict(self.seen.stored))
-        self.cache.release(key)
-        return key
-
-    def lookup(self, key: str, tokens: Sequence[int], have: int = 0, **more: object) -> Found:
-        prompt = self.prompt(tokens)
-        return ask(lambda: self.cache.lookup(key, prompt, have, **more))  # type: ignore[arg-type]
+            self.until(lambda: name in dict(self.seen.stored))
+        if not key:
+            self.cache.release(name)
+        return name
 
     def load(self, key: str, found: Found) -> tuple[list[list[int]], tuple[tuple[int, ...], ...]]:
         """Load what was found into blocks that had other bytes; which blocks, and what failed."""
@@ -161,17 +170,16 @@ class Hybrid:
         for group, blocks in enumerate(ids):
             for block in blocks:
                 self.put(np.full_like(self.arrays[group][0][block], 0xEE), group, block)
-        plan = self.cache.load(key, ids, [part.start for part in found.blocks])
-        assert plan is not None
-        self.planes.start_loads(plan)
+        first = [part.start for part in found.blocks]
+        self.planes.start_loads(self.plan_to_load(key, *ids, first=first))
         self.until(lambda: key in dict(self.seen.loaded))
         failed = dict(self.seen.loaded)[key]
         self.seen.loaded.clear()
         return ids, failed
 
-    def check(self, key: str, tokens: Sequence[int], expected: int) -> None:
+    def check(self, key: str, tokens: Sequence[int], expected: int, **more: Any) -> None:
         """So many tokens are found, and every byte of them that the engine needs is loaded."""
-        found = self.lookup(key, tokens)
+        found = self.lookup(key, tokens, **more)
         assert found.num_tokens == expected, (key, found)
         if expected:
             ids, failed = self.load(key, found)
@@ -181,37 +189,6 @@ class Hybrid:
                 for position, block in zip(part, blocks, strict=True):
                     assert self.holds(tokens[:expected], group, position, block), (group, position)
         self.cache.release(key)
-
-    def poll(self) -> None:
-        polled = self.cache.poll()
-        self.seen.loaded += polled.loaded
-        self.seen.saved += polled.saved
-        self.seen.stored += polled.stored
-        self.seen.published += polled.published
-
-    def until(self, is_so: object) -> None:
-        def answer() -> Found | None:
-            self.poll()
-            return Found(0) if is_so() else None  # type: ignore[operator]
-
-        ask(answer)
-
-    def published(self, key: str) -> object:
-        self.until(lambda: key in dict(self.seen.published))
-        return dict(self.seen.published)[key]
-
-    def findings(self) -> list[str]:
-        found: list[str] = []
-
-        def at_rest() -> bool:
-            nonlocal found
-            found = self.cache.verify().wait(PATIENCE_S)
-            return not found
-
-        deadline = time.monotonic() + 5
-        while not at_rest() and time.monotonic() < deadline:
-            self.poll()
-        return found
 
 
 @contextmanager
@@ -228,8 +205,12 @@ def hybrid(
     node: NodeHost | None = None,
     policy: FetchPolicy = FetchPolicy.WAIT_COMPLETE,
     fetch_deadline_s: float = 10.0,
+    stores: StoreSettings = PATIENT,
+    handoff: HandoffSettings | None = None,
+    ends: bool = True,
 ) -> Iterator[Hybrid]:
-    """node: the tiers are another process's."""
+    """node: the tiers are another process's. ends: everything that was begun, before the cache is
+    closed."""
     latch = CopyLatch()
     arrays = [
         [np.zeros((100, plane.block_bytes), np.uint8) for plane in group.layout.planes]
@@ -243,9 +224,9 @@ def hybrid(
     def make() -> Store | None:
         if store is None:
             return None
-        return around(open_store(store, PATIENT, SystemClock()))
+        return around(open_store(store, stores, SystemClock()))
 
-    main = next((group for group in groups if group.kind is GroupKind.FULL), groups[0])
+    main = groups[main_group(groups)]
     cache = EngineCache(
         Fingerprint(model, main.layout),
         groups,
@@ -259,6 +240,7 @@ def hybrid(
         store=make,
         planes=planes,
         settings=options or EngineCacheSettings(save_blocks=32),
+        handoff=handoff,
         kv_events=kv_events,
         node=node,
     )
@@ -268,7 +250,7 @@ def hybrid(
             yield engine
         finally:
             latch.release()
-        assert engine.findings() == []
+        assert not ends or engine.findings() == []
 
 
 def tokens_of(length: int, seed: int = 1) -> list[int]:
@@ -359,14 +341,10 @@ def test_saves_that_were_joined_bring_each_group_its_own_bytes(model: str) -> No
     with hybrid(MODELS[model]) as on:
         plans, first = [], 0
         for number, tokens in enumerate(texts):
-            ids = [[first + block for block in blocks] for blocks in on.whole(tokens)]
+            ids = on.whole(tokens, first)
             first += max(map(len, ids))
-            for group, blocks in enumerate(ids):
-                for position, block in enumerate(blocks):
-                    on.write(tokens, group, position, block)
-            plan = on.cache.save(f"s{number}", on.prompt(tokens), ids)
-            assert plan is not None
-            plans.append(plan)
+            on.compute(tokens, ids)
+            plans.append(on.plan_to_save(f"s{number}", tokens, *ids))
         on.planes.start_saves(on.cache.join(plans))
         on.until(lambda: len(on.seen.stored) == len(texts))
         for number, tokens in enumerate(texts):
@@ -405,29 +383,6 @@ def test_a_window_is_found_without_the_blocks_before_it_and_says_from_where_to_l
         on.check("b", tokens, 32)
         on.check("c", tokens[:28], 0)  # its window would begin at block 5
         on.check("d", [*tokens, 1, 2], 32)
-
-
-def test_a_state_serves_exactly_its_length() -> None:
-    tokens = tokens_of(20)
-    with hybrid([FULL, STATE]) as on:
-        full, _ = on.whole(tokens)
-        on.save(tokens, [full, [NO_BLOCK, 1, 2]])  # after 16 tokens, and after all 20
-        on.check("a", tokens, 20)
-        on.check("b", tokens[:19], 16)
-        on.check("c", tokens[:15], 0)
-        on.check("d", [*tokens, 5], 16)  # the state after 20 is of no prompt that goes on
-
-
-def test_the_group_with_least_decides_and_a_partial_tail_only_where_every_group_has_it() -> None:
-    tokens = tokens_of(22)
-    with hybrid([FULL, INDEXER]) as on:
-        full, indexer = on.whole(tokens)
-        on.save(tokens, [full, indexer[:1]])
-        on.check("a", tokens, 16)
-        on.save(tokens, [[], [NO_BLOCK, indexer[1]]])
-        on.check("b", tokens, 22)
-        on.check("c", [*tokens[:18], 7, 8], 18)
-        on.check("d", [*tokens, 9], 22)
 
 
 def test_only_what_the_engine_lacks_is_to_be_loaded() -> None:
@@ -714,8 +669,7 @@ def test_fences_tell_the_groups_apart() -> None:
     tokens = tokens_of(16)
     with hybrid([FULL, WINDOW]) as on:
         on.latch.hold(Direction.OFFLOAD)
-        plan = on.cache.save("a", on.prompt(tokens), [[1, 2], [8, 9]], [0, 2])
-        assert plan is not None
+        plan = on.plan_to_save("a", tokens, [1, 2], [8, 9], first=[0, 2])
         assert plan.groups == (2, 2)
         on.planes.start_saves(plan)
         assert on.cache.fence([1, 8], 0) == (1,)

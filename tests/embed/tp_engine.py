@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from tests.embed.engine_rank import StepMessage
 from tests.embed.planes import shard_planes
+from tests.embed.steps import Steps
 from tests.latch import PATIENCE_S
 from tests.preloaded import ForkedProgram
 from tests.world import BLOCK, GQA, kv_of
-from tierkv.cache.keys import Fingerprint, Prompt, pack
+from tierkv.cache.keys import Fingerprint
 from tierkv.cache.layout import Layout
 from tierkv.embed import EngineCache, EngineCacheSettings, Finished, RankSocket
-from tierkv.embed.engine_cache import Found, Polled
-from tierkv.ranks.link import Plan
 from tierkv.ranks.memory import side_by_side
 from tierkv.sched.settings import CacheSettings
 
@@ -42,11 +40,6 @@ class Rank:
         self.process.stdin.write(msgspec.json.encode(message) + b"\n")
         return msgspec.json.decode(self.process.stdout.readline(), type=list[Finished])
 
-    def end(self) -> str:
-        """Let it end without a close; what it wrote to its log."""
-        _, errors = self.process.communicate()
-        return errors.decode()
-
 
 def kv(rank: int, tokens: Sequence[int]) -> list[np.ndarray]:
     """Another KV on every rank."""
@@ -54,18 +47,13 @@ def kv(rank: int, tokens: Sequence[int]) -> list[np.ndarray]:
 
 
 @dataclass
-class TpEngine:
+class TpEngine(Steps):
     """Steps that go to every rank that lives, and what has come of them."""
 
-    cache: EngineCache
     ranks: list[Rank]
-    seen: Polled = field(default_factory=Polled)
-
-    def prompt(self, tokens: Sequence[int]) -> Prompt:
-        return Prompt(pack(tokens), BLOCK)
 
     def tokens_in(
-        self, tokens: Sequence[int], blocks: Sequence[int], like: int | None
+        self, tokens: Sequence[int], blocks: Sequence[int], like: int | None = None
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Of each rank, plane and token where its KV lies, and what it is. like: the rank whose KV
         all have; None if each has its own."""
@@ -75,10 +63,8 @@ class TpEngine:
                 for at, row in enumerate(rows):
                     yield array[blocks[at // BLOCK]].reshape(BLOCK, -1)[at % BLOCK], row
 
-    def compute(
-        self, tokens: Sequence[int], blocks: Sequence[int], *, like: int | None = None
-    ) -> None:
-        for place, row in self.tokens_in(tokens, blocks, like):
+    def compute(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        for place, row in self.tokens_in(tokens, blocks):
             place[:] = row
         self.step(writes=True)
 
@@ -99,65 +85,30 @@ class TpEngine:
                 reports += rank.step(StepMessage(**message))  # type: ignore[arg-type]
         self.poll(reports)
 
-    def poll(self, reports: Sequence[Finished] = ()) -> None:
-        polled = self.cache.poll(reports)
-        self.seen.loaded += polled.loaded
-        self.seen.saved += polled.saved
-        self.seen.stored += polled.stored
-
-    def until(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not is_so():
-            assert time.monotonic() < deadline, "it did not come to that"
-            self.step()
-
-    def lookup(self, key: str, tokens: Sequence[int]) -> Found:
-        prompt, deadline = self.prompt(tokens), time.monotonic() + PATIENCE_S
-        while (found := self.cache.lookup(key, prompt)) is None:
-            assert time.monotonic() < deadline, "no answer"
-            os.sched_yield()
-        return found
-
-    def plan_to_save(self, key: str, tokens: Sequence[int], blocks: Sequence[int]) -> Plan:
-        plan = self.cache.save(key, self.prompt(tokens), [blocks])
-        assert plan is not None
-        return plan
-
     def save(self, key: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         self.step(saves=[self.plan_to_save(key, tokens, blocks)])
-        self.until(lambda: any(name == key for name, _ in self.seen.stored))
-
-    def plan_to_load(self, key: str, blocks: Sequence[int]) -> Plan:
-        plan = self.cache.load(key, [blocks])
-        assert plan is not None
-        return plan
+        self.until(lambda: key in dict(self.seen.stored))
 
     def load(self, key: str, blocks: Sequence[int]) -> None:
         self.step(loads=[self.plan_to_load(key, blocks)])
         self.until(lambda: (key, ()) in self.seen.loaded)
 
-    def is_at_rest(self) -> bool:
-        return not self.cache.verify().wait(PATIENCE_S)
 
-
-def a_cache(socket_: RankSocket, layout: Layout = GQA) -> EngineCache:
+def a_cache(socket_: RankSocket, layout: Layout = GQA, **more: Any) -> EngineCache:
+    options = {"cache": CacheSettings(block_size=BLOCK), **more}
     return EngineCache(
         Fingerprint("model", layout),
         [layout],
         host_bytes=64 * layout.block_bytes,
-        cache=CacheSettings(block_size=BLOCK),
         ranks=socket_,
         settings=EngineCacheSettings(save_blocks=16),
+        **options,
     )
 
 
 @contextmanager
 def engine(
-    folder: Path,
-    devices: Sequence[str],
-    *,
-    workers_first: bool = False,
-    are_same: bool = False,
+    folder: Path, devices: Sequence[str], *, workers_first: bool = False
 ) -> Iterator[TpEngine]:
     """devices: of each rank, "cpu" or the number of a GPU."""
     path, num_ranks = folder / "ranks.sock", len(devices)
@@ -176,11 +127,10 @@ def engine(
             for rank in ranks:  # it answers once it has begun to ask for the socket
                 assert rank.step(StepMessage()) == []
         socket_ = RankSocket(str(path), [GQA] * num_ranks, connect_deadline_s=PATIENCE_S)
-        layout = GQA if are_same else side_by_side([GQA] * num_ranks)
-        with a_cache(socket_, layout) as cache:
+        with a_cache(socket_, side_by_side([GQA] * num_ranks)) as cache:
             if not workers_first:
                 start()
             on = TpEngine(cache, ranks)
             yield on
-            on.until(on.is_at_rest)
+            assert on.findings() == []
     assert not path.exists()
