@@ -122,6 +122,7 @@ class Driver:
             assert time.monotonic() < deadline, self.describe()
         for group, free in enumerate(self.free):
             assert sorted(free) == list(range(1, NUM_BLOCKS)), f"blocks of group {group} are lost"
+        self.on.until(lambda: self.on.cache.reset().wait(PATIENCE_S) == 0)  # nothing is held
 
     def describe(self) -> str:
         return f"{self.running} {self.mail} {self.limbo}"
