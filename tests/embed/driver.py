@@ -84,12 +84,9 @@ class Driver:
     mail: list[tuple[Running, str, Plan]] = field(default_factory=list)
     loading: set[str] = field(default_factory=set)
     tickets: dict[str, Text] = field(default_factory=dict)
-    all_texts: list[Text] = field(default_factory=list)
     loaded_tokens: int = 0
     failed_loads: int = 0
-    published: int = 0
     num_steps: int = 0
-    problems: set[str] = field(default_factory=set)
     bases: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -119,13 +116,10 @@ class Driver:
         deadline = time.monotonic() + PATIENCE_S
         while self.running or self.mail or any(self.limbo):
             self.step(comes=False)
-            assert time.monotonic() < deadline, self.describe()
+            assert time.monotonic() < deadline, f"{self.running} {self.mail} {self.limbo}"
         for group, free in enumerate(self.free):
             assert sorted(free) == list(range(1, NUM_BLOCKS)), f"blocks of group {group} are lost"
         self.on.until(lambda: self.on.cache.reset().wait(PATIENCE_S) == 0)  # nothing is held
-
-    def describe(self) -> str:
-        return f"{self.running} {self.mail} {self.limbo}"
 
     def step(self, *, comes: bool) -> None:
         self.num_steps += 1
@@ -204,7 +198,6 @@ class Driver:
         taken = {other.key for other in self.running} | self.loading
         one.key = self.rng.choice([key for key in "abcdefghijklmnopq" if key not in taken])
         one.blocks = [[] for _ in self.sizes]
-        self.all_texts.append(one.text)
         self.running.append(one)
 
     def _go_on(self, one: Running) -> bool:
@@ -230,8 +223,6 @@ class Driver:
         )
         if found is None:
             return False
-        if found.problem:
-            self.problems.add(found.problem)
         if not found.num_tokens or rng.random() < 0.05:
             one.state = "running"  # it may also compute all the same
             return True
@@ -440,10 +431,8 @@ class Driver:
             self.on.planes.start_saves(plan)
 
     def _poll(self) -> None:
-        polled = self.on.cache.poll()
         by_key = {one.key: one for one in self.running if one.state == "loading"}
-        for key, failed in polled.loaded:
+        for key, failed in self.on.cache.poll().loaded:
             self.loading.remove(key)
             if key in by_key:
                 self._loaded(by_key[key], failed)
-        self.published += len(polled.published)

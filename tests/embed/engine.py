@@ -13,17 +13,20 @@ import numpy as np
 
 from tests.latch import PATIENCE_S, CopyLatch
 from tests.world import GQA, kv_of
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint
 from tierkv.clock import SystemClock
 from tierkv.embed import Admitted, Call, Embedded, EmbedSettings
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Direction
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store
 
 BLOCK = GQA.block_size
-PLANES = GQA.planes
+PROMPT = list(range(18))
+ALL = list(range(5000, 5032))  # all of a device of 8 blocks
 
 
 @dataclass
@@ -38,31 +41,29 @@ class Engine:
         found = self.cache.admit(name, tokens, max_new_tokens=new).wait(PATIENCE_S)
         self.check(found, tokens, found.cached_tokens)
         self.compute(found, tokens, found.cached_tokens)
+        self.check(found, tokens, len(tokens))
         self.cache.commit(name, tokens).wait(PATIENCE_S)
         self.cache.end(name).wait(PATIENCE_S)
         return found
 
     def compute(self, found: Admitted, tokens: Sequence[int], start: int = 0) -> None:
         """Write the KV of tokens [start, len(tokens))."""
-        for plane, rows, array in self._planes(tokens):
-            for at in range(start, len(tokens)):
-                row = array[found.block_table[at // BLOCK]]
-                width = plane
-                offset = at % BLOCK * width
-                row[offset : offset + width] = rows[at]
+        for place, row in self._tokens(found, tokens, start):
+            place[:] = row
 
     def check(self, found: Admitted, tokens: Sequence[int], count: int) -> None:
         """KV of the first `count` tokens is in the block table, every byte."""
-        for width, rows, array in self._planes(tokens):
-            for at in range(count):
-                offset = at % BLOCK * width
-                kept = array[found.block_table[at // BLOCK]][offset : offset + width]
-                assert np.array_equal(kept, rows[at]), f"token {at}"
+        for at, (place, row) in enumerate(self._tokens(found, tokens[:count])):
+            assert np.array_equal(place, row), f"row {at}"
 
-    def _planes(self, tokens: Sequence[int]) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    def _tokens(
+        self, found: Admitted, tokens: Sequence[int], start: int = 0
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Where the KV of each token from `start` on lies in each plane, and what it is."""
         arrays = self.cache.service.planes.arrays
-        widths = [plane.token_bytes or 0 for plane in PLANES]
-        return list(zip(widths, kv_of(tokens, GQA), arrays, strict=True))
+        for array, rows in zip(arrays, kv_of(tokens, GQA), strict=True):
+            for at in range(start, len(tokens)):
+                yield array[found.block_table[at // BLOCK]].reshape(BLOCK, -1)[at % BLOCK], rows[at]
 
     def findings(self) -> list[str]:
         """What `verify` finds once everything has come to rest."""
@@ -105,6 +106,16 @@ def engine(
     finally:
         here.latch.release()
         here.cache.close()
+
+
+@contextmanager
+def engine_that_loads(settings: EmbedSettings | None = None) -> Iterator[Engine]:
+    """As `engine`; PROMPT is on the host only, and its load will wait at the latch."""
+    with engine(device_blocks=8, host_write=WritePolicy.WRITE_THROUGH, settings=settings) as here:
+        here.run("first", PROMPT)
+        here.run("second", ALL)
+        here.latch.hold(Direction.LOAD)
+        yield here
 
 
 def until(condition: Callable[[], bool], what: str = "the condition") -> None:

@@ -6,15 +6,23 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from tests.embed.engine import BLOCK, Engine, done, engine, until
+from tests.embed.engine import (
+    BLOCK,
+    PROMPT,
+    Engine,
+    done,
+    engine,
+    engine_that_loads,
+    until,
+)
 from tests.latch import PATIENCE_S, finish
-from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.embed import AbortedError, Answer, Call, EmbedSettings, QueueFullError, Until
 from tierkv.embed.exchange import Exchange
@@ -30,15 +38,9 @@ from tierkv.errors import (
 from tierkv.gpu.protocol import Direction
 from tierkv.service import Service
 
-PROMPT = list(range(18))
-OTHER = list(range(5000, 5032))
-
 
 def test_a_call_is_to_be_asked_again_until_its_blocks_have_arrived() -> None:
-    with engine(device_blocks=8, host_write=WritePolicy.WRITE_THROUGH) as here:
-        here.run("first", PROMPT)
-        here.run("second", OTHER)  # the first is on the host only, now
-        here.latch.hold(Direction.LOAD)
+    with engine_that_loads() as here:
         call = here.cache.admit("third", PROMPT, max_new_tokens=1)
         until(lambda: here.latch.num_held > 0)
         assert call.answer is Answer.ASK_AGAIN
@@ -56,10 +58,7 @@ def test_a_call_is_to_be_asked_again_until_its_blocks_have_arrived() -> None:
 
 
 def test_an_engine_may_take_its_blocks_before_they_have_arrived_and_wait_layer_by_layer() -> None:
-    with engine(device_blocks=8, host_write=WritePolicy.WRITE_THROUGH) as here:
-        here.run("first", PROMPT)
-        here.run("second", OTHER)
-        here.latch.hold(Direction.LOAD)
+    with engine_that_loads() as here:
         call = here.cache.admit("third", PROMPT, max_new_tokens=1, until=Until.ADMITTED)
         found = call.wait(PATIENCE_S)
         assert not found.gate.is_open(0)
@@ -190,24 +189,8 @@ def test_asking_and_polling_do_not_wait_for_a_loop_that_is_busy() -> None:
     assert worked_s < 0.2, "400 calls, 0.5 ms each at the very most"
 
 
-def test_a_call_that_waits_for_blocks_can_be_cancelled_and_leaves_nothing() -> None:
-    with engine(device_blocks=8) as here:
-        here.cache.admit("one", OTHER, max_new_tokens=0).wait(PATIENCE_S)
-        waiting = here.cache.admit("two", PROMPT, max_new_tokens=0)
-        until(lambda: here.cache.stats().wait(PATIENCE_S).waiting_requests == 1)
-        waiting.cancel()
-        assert isinstance(done(waiting).error, AbortedError)
-        assert isinstance(done(here.cache.end("two")).error, OwnershipError)
-        here.cache.end("one").wait(PATIENCE_S)
-        here.run("two", PROMPT)
-        assert here.findings() == []
-
-
 def test_an_abort_ends_a_request_whatever_it_is_doing() -> None:
-    with engine(device_blocks=8, host_write=WritePolicy.WRITE_THROUGH) as here:
-        here.run("first", PROMPT)
-        here.run("second", OTHER)
-        here.latch.hold(Direction.LOAD)
+    with engine_that_loads() as here:
         loading = here.cache.admit("third", PROMPT, max_new_tokens=1)
         until(lambda: here.latch.num_held > 0)
         later = here.cache.commit("third", PROMPT)
@@ -248,6 +231,10 @@ def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_given_and_stops_no
     with engine() as here:
         cache: Any = here.cache
         cache.admit("one", PROMPT, max_new_tokens=4).wait(PATIENCE_S)
+
+        def claim(ticket: object = "t", **more: object) -> Call[Any]:
+            return cast("Call[Any]", cache.claim("two", ticket, PROMPT, max_new_tokens=1, **more))
+
         wrong: list[Callable[[], Call[Any]]] = [
             lambda: cache.admit("two", PROMPT, max_new_tokens=None),
             lambda: cache.admit("two", PROMPT, max_new_tokens=1.5),
@@ -258,10 +245,9 @@ def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_given_and_stops_no
             lambda: cache.admit("two", None, max_new_tokens=1),
             lambda: cache.admit("two", "text", max_new_tokens=1),
             lambda: cache.lookup(12),
-            lambda: cache.claim("two", 5, PROMPT, max_new_tokens=1),
-            lambda: cache.claim("two", "t", PROMPT, max_new_tokens=1, policy="whole"),
-            lambda: cache.claim("two", "t", PROMPT, max_new_tokens=1, deadline_s="soon"),
-            lambda: cache.claim("two", "t", PROMPT, max_new_tokens=1, deadline_s=float("nan")),
+            lambda: claim(policy="whole"),
+            lambda: claim(deadline_s="soon"),
+            lambda: claim(deadline_s=float("nan")),
             lambda: cache.commit("one", PROMPT, after=None),
             lambda: cache.commit("one", PROMPT, after=[1]),
             lambda: cache.extend("one", "more"),
@@ -269,11 +255,17 @@ def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_given_and_stops_no
             lambda: cache.recover(None),
             lambda: cache.preempt("one", after=7),
             lambda: cache.resume("one", max_new_tokens=None),
-            lambda: cache.publish("one", "ticket", 7),
-            lambda: cache.publish("one", "ticket", ["seven"]),
             lambda: cache.end("one", after=object()),
             lambda: cache.abort({}),
         ]
+        firsts = (7, ["seven"], [-1], [2**31], [2**70], [1.5])
+        wrong += [partial(cache.publish, "one", "ticket", first) for first in firsts]
+        for sampling in (7, {"seed": 5}, {5: "seed"}, {"seed": "\ud800"}):
+            wrong.append(partial(cache.publish, "one", "ticket", [7], sampling=sampling))
+            wrong.append(partial(claim, sampling=sampling))
+        for name in (5, "\ud800", "a\udfff"):
+            wrong.append(partial(cache.publish, "one", name, [7]))
+            wrong.append(partial(claim, name))
         for ask in wrong:
             with pytest.raises(BadRequestError):
                 ask()
@@ -305,7 +297,7 @@ def publish(here: Engine, tokens: list[int], first: Any, **options: Any) -> Any:
 def test_tokens_that_were_sampled_in_another_way_are_refused_by_field(tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store"
     with engine(store=store) as prefill, engine(store=store) as decode:
-        assert publish(prefill, LONG, [7], sampling=HOW).error is None
+        assert publish(prefill, LONG, np.array([7, 8]), sampling=HOW).error is None
 
         def claim(sampling: dict[str, str] | None) -> Any:
             call = decode.cache.claim("c", "ticket", LONG, max_new_tokens=1, sampling=sampling)
@@ -318,7 +310,7 @@ def test_tokens_that_were_sampled_in_another_way_are_refused_by_field(tmp_path: 
         assert "temperature" not in str(refused.error)
         for ours in (HOW, None):
             found = claim(ours).result()
-            assert found.ticket.sampling == HOW
+            assert (found.ticket.first_tokens, found.ticket.sampling) == ((7, 8), HOW)
             decode.check(found, LONG, len(LONG))
             decode.cache.end("c").wait(PATIENCE_S)
         assert prefill.findings() == decode.findings() == []
@@ -330,24 +322,4 @@ def test_another_prompt_cannot_take_a_ticket_that_waits_to_be_claimed(tmp_path: 
         refused = publish(here, [*LONG, 99], [7])
         assert isinstance(refused.error, DuplicateRequestError)
         assert publish(here, LONG, [7]).error is None
-        assert here.findings() == []
-
-
-def test_first_tokens_may_be_numpys_and_must_be_tokens(tmp_path: Path) -> None:
-    with engine(store=f"file://{tmp_path}/store") as here:
-        assert publish(here, LONG, np.array([7, 8])).result().ticket.first_tokens == (7, 8)
-        cache: Any = here.cache
-        for wrong in ([-1], [2**31], [2**70], [1.5]):
-            with pytest.raises(BadRequestError):
-                cache.publish("one", "ticket", wrong)
-        for sampling in (7, {"seed": 5}, {5: "seed"}, {"seed": "\ud800"}):
-            with pytest.raises(BadRequestError):
-                cache.publish("one", "ticket", [7], sampling=sampling)
-            with pytest.raises(BadRequestError):
-                cache.claim("one", "ticket", LONG, max_new_tokens=1, sampling=sampling)
-        for name in ("\ud800", "a\udfff"):
-            with pytest.raises(BadRequestError):
-                cache.claim("one", name, LONG, max_new_tokens=1)
-            with pytest.raises(BadRequestError):
-                cache.publish("one", name, [7])
         assert here.findings() == []

@@ -50,7 +50,6 @@ def test_what_all_ranks_saved_each_of_them_loads_byte_for_byte(
     tmp_path: Path, num_ranks: int, workers_first: bool
 ) -> None:
     with engine(tmp_path, ["cpu"] * num_ranks, workers_first=workers_first) as on:
-        on.compute(TOKENS, HERE)
         on.save("a", TOKENS, HERE)
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))
         on.load("b", THERE)
@@ -143,7 +142,6 @@ def test_a_rank_that_is_killed_fails_what_it_owes_and_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine(tmp_path, ["cpu"] * 2) as on:
-        on.compute(TOKENS, HERE)
         on.save("a", TOKENS, HERE)
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))
         other = list(range(500, 500 + BLOCK))
@@ -361,7 +359,6 @@ def test_nothing_is_left_when_ranks_and_scheduler_have_gone(tmp_path: Path) -> N
         folder = tmp_path / str(number)
         folder.mkdir()
         with engine(folder, ["cpu"]) as on:
-            on.compute(TOKENS, HERE)
             on.save("a", TOKENS, HERE)
             if number == 1:
                 on.ranks[0].process.send_signal(signal.SIGKILL)

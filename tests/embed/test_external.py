@@ -149,7 +149,6 @@ def test_what_one_engine_saved_another_loads_from_the_host_tier_they_share(
         engine(at, "one", num_ranks) as one,
         engine(at, "two", num_ranks) as two,
     ):
-        one.compute(TOKENS, HERE)
         one.save("a", TOKENS, HERE)
         for on, key in ((two, "b"), (one, "c"), (two, "d")):
             assert on.lookup(key, TOKENS) == Found(len(TOKENS))
@@ -196,9 +195,8 @@ def test_engines_share_a_quarter_of_a_node_s_slots_for_saves_equally(tmp_path: P
 def test_an_engine_that_is_killed_takes_nothing_with_it(tmp_path: Path) -> None:
     """Its promise and its slots are given back, and what it saved is found."""
     with node(tmp_path / "node") as at, engine(at, "other") as on:
-        on.compute(TOKENS, HERE)
         on.save("a", TOKENS, HERE)
-        doomed = doomed_engine(at)
+        doomed, _ = doomed_engine(at)
         doomed.kill()
         doomed.communicate()
         until(lambda: "engine doomed ended, and its slots and promises were released" in at.log)
@@ -227,7 +225,6 @@ def test_an_engine_that_dies_before_it_is_answered_leaves_the_node_alive(tmp_pat
             link.close()
             close_all(descriptors)
         until(lambda: at.log.count("its slots and promises were released") == 5)
-        on.compute(TOKENS, HERE)
         on.save("a", TOKENS, HERE)
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))
         on.cache.release("b")
@@ -263,8 +260,8 @@ def test_slots_wait_for_the_last_rank_of_an_engine_that_was_killed(tmp_path: Pat
         folder.mkdir()
         rank = Rank(folder / "ranks", 0)
         try:
-            doomed = doomed_engine(at, str(folder / "ranks"))
-            assert rank.step(StepMessage(saves=[doomed.plan], holds=True)) == []
+            doomed, plan = doomed_engine(at, str(folder / "ranks"))
+            assert rank.step(StepMessage(saves=[plan], holds=True)) == []
             doomed.kill()
             doomed.communicate()
             until(lambda: "engine doomed disconnected; its ranks may still copy" in at.log)
@@ -278,15 +275,10 @@ def test_slots_wait_for_the_last_rank_of_an_engine_that_was_killed(tmp_path: Pat
             rank.process.communicate()
 
 
-class Doomed(ForkedProgram):
-    plan: Plan
-
-
-def doomed_engine(at: NodeProcess, *ranks: str) -> Doomed:
+def doomed_engine(at: NodeProcess, *ranks: str) -> tuple[ForkedProgram, Plan]:
     """Once it holds what it is to hold."""
-    process = Doomed(ENGINE, at.path, *ranks)
-    process.plan = msgspec.json.decode(process.stdout.readline(), type=Plan)
-    return process
+    process = ForkedProgram(ENGINE, at.path, *ranks)
+    return process, msgspec.json.decode(process.stdout.readline(), type=Plan)
 
 
 def test_an_engine_with_other_blocks_or_another_key_is_told_why_it_is_refused(
@@ -308,7 +300,6 @@ def test_an_engine_with_other_blocks_or_another_key_is_told_why_it_is_refused(
                 engine(at, "two", key=tokens["admin"], model="another"),
             ):
                 pass
-            on.compute(TOKENS, HERE)
             on.save("a", TOKENS, HERE)
         assert not any(token in at.log for token in tokens.values())
 
@@ -334,9 +325,7 @@ def test_a_node_that_deletes_everything_forgets_all_groups_and_saves_that_are_un
         on.check("before", first, len(first))
         holds = on.lookup("holds", first)
         on.latch.hold(Direction.OFFLOAD)
-        plan = on.cache.save("late", on.prompt(second), on.whole(second))
-        assert plan is not None
-        on.planes.start_saves(plan)
+        on.start_save("late", second, *on.whole(second))
         freed = client.forget_blocks(storage=True)
         assert freed.removed_values > 0
         assert freed.held_copies > 0  # for who was promised them
@@ -369,14 +358,12 @@ def test_an_engine_outlives_its_node_says_so_and_comes_to_the_next(
         cache = EngineCache(Fingerprint("model", GQA), [GQA], node=host, planes=rank.planes)
         with cache:
             on = TpEngine(cache, [rank])  # type: ignore[list-item]
-            on.compute(TOKENS, HERE)
             on.save("a", TOKENS, HERE)
             doomed_node.process.send_signal(how)
             assert doomed_node.process.wait(PATIENCE_S) == code
             until(lambda: "was lost" in str(on.lookup("b", TOKENS).problem))
             assert cache.load("b", [THERE]) is None
     with node(tmp_path / "node") as again, engine(again, "anew") as on:
-        on.compute(TOKENS, HERE)
         on.save("a", TOKENS, HERE)
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))
         on.cache.release("b")
@@ -393,6 +380,5 @@ def test_a_stranger_at_the_engines_socket_holds_nobody_up(tmp_path: Path) -> Non
             stranger.connect(at.path)
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
             assert stranger.recv(1) == b""
-        on.compute(TOKENS, HERE)
         on.save("a", TOKENS, HERE)
         assert stat.S_IMODE(os.stat(at.path).st_mode) == 0o600

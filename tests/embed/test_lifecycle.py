@@ -7,11 +7,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from tests.embed.engine import done, engine, open_engine, until
+from tests.embed.engine import (
+    ALL,
+    PROMPT,
+    done,
+    engine,
+    engine_that_loads,
+    open_engine,
+    until,
+)
 from tests.latch import PATIENCE_S
 from tests.world import fingerprint
 from tierkv.cache.eviction import WritePolicy
@@ -24,13 +33,10 @@ from tierkv.embed import (
 )
 from tierkv.errors import ConfigError, DeviceFailedError, ShuttingDownError, StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.gpu.protocol import Direction
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 
-PROMPT = list(range(18))
-ALL = list(range(5000, 5032))  # all of a device of 8 blocks
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,37 +44,28 @@ async def _explode(_: Service) -> None:
     raise RuntimeError("nobody expected this")
 
 
+async def _explode_in_a_task(service: Service) -> None:
+    service.tiers.work.start(_explode(service), "broken")
+
+
 @pytest.mark.promise("An error in an embedded loop reaches every call.")
-def test_an_error_in_the_loop_reaches_every_pending_and_every_later_call() -> None:
+@pytest.mark.parametrize("work", [_explode, _explode_in_a_task])
+def test_an_error_in_the_loop_reaches_every_pending_and_every_later_call(
+    work: Callable[[Service], Awaitable[None]],
+) -> None:
     here = open_engine(device_blocks=8)
     here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
     waiting = [here.cache.admit(f"w{i}", PROMPT, max_new_tokens=0) for i in range(5)]
-    here.cache.run("explode", _explode)
+    here.cache.run("explode", work)
     for call in waiting:
-        error = done(call).error
-        assert isinstance(error, ServiceFailedError)
-        assert isinstance(error.__cause__, RuntimeError)
-    later = here.cache.lookup(PROMPT)
-    assert later.answer is Answer.REFUSED
-    assert isinstance(later.error, ServiceFailedError)
-    assert not here.cache.is_open
-    with pytest.raises(ServiceFailedError, match="nobody expected this"):
-        here.cache.close()
-    here.cache.close()  # who closes again has been told
-
-
-def test_an_error_in_the_service_itself_reaches_every_call() -> None:
-    async def break_task(service: Service) -> None:
-        service.tiers.work.start(_explode(service), "broken")
-
-    here = open_engine(device_blocks=8)
-    here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
-    waiting = here.cache.admit("two", PROMPT, max_new_tokens=0)
-    here.cache.run("break", break_task)
-    assert isinstance(done(waiting).error, ServiceFailedError)
+        assert isinstance(done(call).error, ServiceFailedError)
     until(lambda: here.cache.lookup(PROMPT).answer is Answer.REFUSED)
-    with pytest.raises(ServiceFailedError, match="nobody expected this"):
+    assert isinstance(here.cache.lookup(PROMPT).error, ServiceFailedError)
+    assert not here.cache.is_open
+    with pytest.raises(ServiceFailedError, match="nobody expected this") as failed:
         here.cache.close()
+    assert isinstance(failed.value.__cause__, RuntimeError)
+    here.cache.close()  # who closes again has been told
 
 
 def test_what_keeps_a_service_from_opening_is_raised_by_open() -> None:
@@ -85,11 +82,7 @@ def test_what_keeps_a_service_from_opening_is_raised_by_open() -> None:
 
 
 def test_closing_ends_in_order_whatever_is_under_way() -> None:
-    settings = EmbedSettings(grace_s=0.05)
-    with engine(device_blocks=8, settings=settings, host_write=WritePolicy.WRITE_THROUGH) as here:
-        here.run("zero", PROMPT)
-        here.run("all", ALL)
-        here.latch.hold(Direction.LOAD)
+    with engine_that_loads(EmbedSettings(grace_s=0.05)) as here:
         loading = here.cache.admit("one", PROMPT, max_new_tokens=4)
         until(lambda: here.latch.num_held > 0)
         waiting = here.cache.admit("two", ALL, max_new_tokens=0)
@@ -106,10 +99,7 @@ def test_closing_ends_in_order_whatever_is_under_way() -> None:
 
 
 def test_closing_has_a_deadline_and_goes_on_behind_it() -> None:
-    with engine(device_blocks=8, host_write=WritePolicy.WRITE_THROUGH) as here:
-        here.run("zero", PROMPT)
-        here.run("all", ALL)
-        here.latch.hold(Direction.LOAD)
+    with engine_that_loads() as here:
         here.cache.admit("one", PROMPT, max_new_tokens=4)
         until(lambda: here.latch.num_held > 0)
         started = time.monotonic()
@@ -186,9 +176,9 @@ def _files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _script(body: str, *, patience_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def _script(body: str) -> subprocess.CompletedProcess[str]:
     start = """
-import os, sys, threading
+import os, sys
 from tests.world import fingerprint
 from tierkv.cache.eviction import WritePolicy
 from tierkv.embed import *
@@ -196,7 +186,6 @@ from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
-closed = []
 class Told(CpuDevice):
     def close(self):
         super().close()
@@ -211,24 +200,21 @@ tokens = list(range(18))
 """
     return subprocess.run(
         [sys.executable, "-c", start + body],
-        cwd=ROOT, capture_output=True, text=True, timeout=patience_s, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
 
-def test_a_process_that_exits_without_closing_closes_in_order() -> None:
-    ended = _script("""
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_process_that_exits_without_closing_closes_in_order(code: int) -> None:
+    ended = _script(f"""
 cache.admit("one", tokens, max_new_tokens=4).wait(20)
 cache.commit("one", tokens).wait(20)
 cache.end("one").wait(20)  # copies to the host begin
 cache.admit("left", tokens, max_new_tokens=4)
+raise SystemExit({code})
 """)
-    assert (ended.returncode, ended.stdout) == (0, "device closed\n"), ended.stderr
+    assert (ended.returncode, ended.stdout) == (code, "device closed\n"), ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_a_process_that_dies_of_an_exception_still_exits() -> None:
-    ended = _script("raise SystemExit(3)")
-    assert (ended.returncode, ended.stdout) == (3, "device closed\n"), ended.stderr
 
 
 def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on() -> None:

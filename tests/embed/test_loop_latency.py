@@ -8,13 +8,11 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from tests.loop_turns import LoopTurns
-from tests.redis_server import PATIENT, RedisServer, redis_server
+from tests.redis_server import PATIENT, RedisServer, empty_redis, module_redis
 from tests.sessions import begin_request, claim_request, publish_request
 from tierkv.cache.groups import CacheGroup
 from tierkv.cache.keys import Fingerprint, Prompt
@@ -29,6 +27,8 @@ from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.storage.factory import open_store
 
+__all__ = ["empty_redis", "module_redis"]
+
 BLOCK = 16
 LAYOUT = layered(BLOCK, [("latent", "uint8", 1)], 1)
 MILLION = 1_000_000  # tokens; hashing all of their blocks takes 0.4 s
@@ -42,34 +42,19 @@ def prompt_of(num_tokens: int) -> Prompt:
     return Prompt.of(array("i", tokens).tobytes(), BLOCK)
 
 
-@pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    """An empty server."""
-    with redis_server() as server:
-        yield server
-
-
-@asynccontextmanager
-async def engine_side(redis: RedisServer) -> AsyncIterator[HostSide]:
-    """The service's side of an EngineCache, on the running loop."""
-    groups, cache = (
-        [CacheGroup(LAYOUT)],
-        CacheSettings(
-            block_size=BLOCK, fetch_policy=FetchPolicy.WAIT_COMPLETE, fetch_deadline_s=100.0
-        ),
+@pytest.mark.promise("A prompt of a million tokens blocks the loop for less than 50 ms.")
+async def test_a_cold_prompt_of_a_million_tokens_holds_up_no_short_one(
+    empty_redis: RedisServer,
+) -> None:
+    cache = CacheSettings(
+        block_size=BLOCK, fetch_policy=FetchPolicy.WAIT_COMPLETE, fetch_deadline_s=100.0
     )
-    sizes = HostSizes.for_blocks(Fingerprint("m", LAYOUT), groups, MILLION // BLOCK + 256)
-    store = open_store(redis.url, PATIENT, SystemClock())
+    fingerprint, groups = Fingerprint("m", LAYOUT), [CacheGroup(LAYOUT)]
+    sizes = HostSizes.for_blocks(fingerprint, groups, MILLION // BLOCK + 256)
+    store = open_store(empty_redis.url, PATIENT, SystemClock())
     service = Service(CpuDevice(), sizes.fingerprint, sizes.settings(cache), HANDOFF, store)
     async with service.running():
         side = HostSide(service, sizes, EngineCacheSettings())
-        yield side
-        await side.release_all()
-
-
-@pytest.mark.promise("A prompt of a million tokens blocks the loop for less than 50 ms.")
-async def test_a_cold_prompt_of_a_million_tokens_holds_up_no_short_one(redis: RedisServer) -> None:
-    async with engine_side(redis) as side:
         turns, both = LoopTurns(), [prompt_of(MILLION), prompt_of(500)]
         with turns.measured():
             async with asyncio.TaskGroup() as group:
@@ -77,16 +62,17 @@ async def test_a_cold_prompt_of_a_million_tokens_holds_up_no_short_one(redis: Re
         assert [one.result().num_tokens for one in asked] == [0, 0]
         assert turns.longest_s < LONGEST_S
         assert turns.total_s < 4 * LONGEST_S, "a miss is not worth hashing all of the prompt"
+        await side.release_all()
 
 
 @pytest.mark.promise("A prompt of a million tokens blocks the loop for less than 50 ms.")
 async def test_a_claim_of_a_million_tokens_of_another_prompt_is_refused_in_portions(
-    redis: RedisServer,
+    empty_redis: RedisServer,
 ) -> None:
     settings = CacheSettings(
         block_size=BLOCK, device_blocks=MILLION // BLOCK + 1, host_blocks=MILLION // BLOCK + 1
     )
-    store = open_store(redis.url, PATIENT, SystemClock())
+    store = open_store(empty_redis.url, PATIENT, SystemClock())
     service = Service(CpuDevice(), Fingerprint("m", LAYOUT), settings, HANDOFF, store)
     async with service.running():
         short = prompt_of(500)

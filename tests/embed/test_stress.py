@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,22 +21,9 @@ PER_THREAD = 40
 
 
 def _run_in_threads(work: Callable[[int], None]) -> None:
-    problems: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:  # noqa: BLE001 - raised below, on the test's thread
-            problems.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(NUM_THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(90)
-        assert not thread.is_alive(), "a thread hangs"
-    if problems:
-        raise problems[0]
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        for _ in pool.map(work, range(NUM_THREADS), timeout=90):
+            pass
 
 
 def test_requests_of_many_threads_get_their_own_bytes_and_end() -> None:
@@ -46,22 +34,12 @@ def test_requests_of_many_threads_get_their_own_bytes_and_end() -> None:
             for turn in range(PER_THREAD):
                 start = rng.randrange(3) * 1000
                 tokens = list(range(start, start + rng.randrange(1, 24)))
-                _request(here, f"{number}-{turn}", tokens)
+                here.run(f"{number}-{turn}", tokens)
 
         _run_in_threads(work)
         assert here.findings() == []
         here.cache.poll()
         assert here.cache.calls.num_open == 0
-
-
-def _request(here: Engine, name: str, tokens: list[int]) -> None:
-    """As Engine.run; but two threads may compute at the same time only what is their own."""
-    found = here.cache.admit(name, tokens, max_new_tokens=0).wait(PATIENCE_S)
-    here.check(found, tokens, found.cached_tokens)
-    here.compute(found, tokens, found.cached_tokens)
-    here.check(found, tokens, len(tokens))
-    here.cache.commit(name, tokens)
-    here.cache.end(name).wait(PATIENCE_S)
 
 
 @pytest.mark.promise("Random cancels and aborts of threads leak nothing.")

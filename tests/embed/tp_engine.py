@@ -86,6 +86,7 @@ class TpEngine(Steps):
         self.poll(reports)
 
     def save(self, key: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        self.compute(tokens, blocks)
         self.step(saves=[self.plan_to_save(key, tokens, blocks)])
         self.until(lambda: key in dict(self.seen.stored))
 
