@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import Enum
 from numbers import Integral, Real
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Self, TypeVar
 
 from tierkv.cache.keys import Prompt, Tokens, pack
 from tierkv.embed.exchange import AbortedError, Call, Exchange
@@ -505,11 +505,6 @@ def _frozen(tokens: Tokens | Prompt) -> bytes | Prompt:
     return tokens if isinstance(tokens, Prompt) else _packed(tokens)
 
 
-@runtime_checkable
-class _Waitable(Protocol):
-    def block_until_done(self, timeout_s: float) -> None: ...
-
-
 def check_text(**values: str) -> None:
     """Check that named arguments are texts that can be encoded as UTF-8.
 
@@ -586,7 +581,7 @@ def events(after: Sequence[Event]) -> tuple[Event, ...]:
     if not isinstance(after, list | tuple):
         raise _wrong("after", "a sequence of events", after)
     for event in after:
-        if not isinstance(event, _Waitable):
+        if not hasattr(event, "block_until_done"):
             raise _wrong("after", "a sequence of events", event)
     return tuple(after)
 

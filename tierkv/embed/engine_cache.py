@@ -24,12 +24,12 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self, TypeVar, TypeVarTuple
 
 import msgspec
 import numpy as np
@@ -65,8 +65,8 @@ from tierkv.service.kv_events import EventsSection
 from tierkv.storage.protocol import Store
 from tierkv.transfer.tier import StorageOptions
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger(__name__)
 
@@ -180,21 +180,19 @@ class LocalHost:
 
     def call(
         self,
-        method: Callable[Concatenate[HostSide, P], Awaitable[T]],
-        *args: P.args,
-        **named: P.kwargs,
+        method: Callable[[HostSide, *Ts], Awaitable[T]],
+        *args: *Ts,
     ) -> Call[T]:
         """Call a method of the host tier on its thread. Never blocks.
 
         Args:
             method: an asynchronous method of `HostSide`.
-            args: positional arguments of the method.
-            named: keyword arguments of the method.
+            args: arguments of the method.
 
         Returns:
             The call. Its result comes later.
         """
-        work = partial(method, self._side, *args, **named)
+        work = partial(method, self._side, *args)
         return self.calls.submit(method.__name__, "", work)
 
     def take_events(self) -> list[CacheEvent]:
@@ -652,14 +650,7 @@ class EngineCache:
             names: the engine's names of the prompt's blocks in the first cache group of full
                 attention, from the first block on.
         """
-        known, keeping = self._host.names, self._keeping
-        if known is None:
-            return 0
-        if not keeping:
-            return num_leading(names, known.__contains__)
-        return num_leading(
-            names, lambda name: name in known or any(name in some for some in keeping.values())
-        )
+        return self._num_leading(names, ())
 
     def num_saved(self, names: Sequence[ExternalId]) -> int:
         """Return the number of a prompt's leading blocks that are on the host or being saved.
@@ -670,15 +661,21 @@ class EngineCache:
             names: the engine's names of the prompt's blocks in the first cache group of full
                 attention, from the first block on.
         """
-        known, keeping, being_saved = self._host.names, self._keeping, self._being_saved
+        return self._num_leading(names, self._being_saved)
+
+    def _num_leading(
+        self, names: Sequence[ExternalId], saving: Collection[ExternalId | None]
+    ) -> int:
+        """Return how many leading blocks of `names` are on the host or in `saving`."""
+        known, keeping = self._host.names, self._keeping
         if known is None:
             return 0
+        if not keeping and not saving:
+            return num_leading(names, known.__contains__)
         return num_leading(
             names,
             lambda name: (
-                name in known
-                or name in being_saved
-                or any(name in some for some in keeping.values())
+                name in known or name in saving or any(name in some for some in keeping.values())
             ),
         )
 

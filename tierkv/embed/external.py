@@ -29,8 +29,9 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 import msgspec
 
@@ -71,8 +72,8 @@ from tierkv.storage.codec import seal, unseal
 from tierkv.tasks import task_group
 from tierkv.threads import in_thread, start_thread
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ _Answer = NodeMemory | EngineRefused
 
 # Values on the wire: plain msgpack, and maps of one entry, which name a type of ours.
 
-_TYPES: dict[str, Any] = {one.__name__: one for one in (Copied, HeldRun, Kept)}
+_TYPES: dict[str, Any] = {one.__name__: one for one in (Copied, HeldRun, Kept, Published)}
 
 
 def _packed(value: Any, numbers: dict[object, int]) -> Any:  # noqa: ANN401, PLR0911 - any of them
@@ -167,17 +168,12 @@ def _packed(value: Any, numbers: dict[object, int]) -> Any:  # noqa: ANN401, PLR
         return {"Prompt": [value.tokens, value.block_size, extras, value.space]}
     if isinstance(value, Ticket):
         return {"Ticket": value.encode()}
-    if isinstance(value, Published):
-        return {"Published": [_packed(getattr(value, one), numbers) for one in _PUBLISHED]}
     if type(value).__name__ in _TYPES:
         fields = type(value).__dataclass_fields__
         return {type(value).__name__: [_packed(getattr(value, one), numbers) for one in fields]}
     if isinstance(value, (list, tuple)):
         return [_packed(one, numbers) for one in value]
     return value
-
-
-_PUBLISHED = tuple(Published.__dataclass_fields__)
 
 
 def _unpacked(value: Any, known: dict[int, Any]) -> Any:  # noqa: ANN401, PLR0911 - as above
@@ -195,8 +191,6 @@ def _unpacked(value: Any, known: dict[int, Any]) -> Any:  # noqa: ANN401, PLR091
         return Prompt(tokens, block_size, dict(extras), space)
     if kind == "Ticket":
         return Ticket.decode(inner)
-    if kind == "Published":
-        return Published(*_unpacked(inner, known))
     return _TYPES[kind](*_unpacked(inner, known))
 
 
@@ -254,8 +248,7 @@ class NodeHost:
         self._numbers: dict[object, int] = {}
         self._promised: dict[int, tuple[HostPromise, float]] = {}  # and when it expires
         self._asked: dict[int, tuple[Call[Any], float]] = {}  # and the expiry of its promise
-        self._open = ExitStack()
-        self._is_open = False
+        self.is_open = False
         self._thread: threading.Thread | None = None
 
     def open(self, fingerprint: Fingerprint, groups: Sequence[CacheGroup]) -> None:
@@ -268,32 +261,29 @@ class NodeHost:
         Raises:
             ConfigError: no node listens, or the node refuses this engine.
         """
-        link = self._reach()
-        self._open.callback(link.close)
-        try:
-            hello = EngineHello(fingerprint, tuple(groups), self._name, self._key)
-            link.send(seal(MAGIC, VERSION, hello))
-            record, descriptors = link.receive_descriptors()
-            self._open.callback(close_all, descriptors)  # descriptors that no SharedSlots owns
-            answer = _memory(record, len(descriptors))
-        except (LinkClosedError, StoreCorruptError) as error:
-            self._open.close()
-            raise ConfigError(
-                f"the node at {self._path} did not answer: {error}: check its log"
-            ) from error
-        except BaseException:  # Ctrl-C too: `close` is not called after a failed `open`
-            self._open.close()
-            raise
-        self.life = descriptors[-1]  # `_open` closes it
-        self.max_reserved = answer.max_reserved
-        for count, size in zip(answer.num_slots, answer.block_bytes, strict=True):
-            host = SharedSlots(descriptors.pop(0), count, size, slice(0, size))
-            self._open.callback(host.close)
-            self.slots.append(host)
-        self._link = link
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._open.callback(os.close, self._bell)
-        self._is_open = True
+        with ExitStack() as opening:  # `close` is not called after a failed `open`
+            self._link = link = self._reach()
+            opening.callback(link.close)
+            try:
+                hello = EngineHello(fingerprint, tuple(groups), self._name, self._key)
+                link.send(seal(MAGIC, VERSION, hello))
+                record, descriptors = link.receive_descriptors()
+                opening.callback(close_all, descriptors)  # descriptors that no SharedSlots owns
+                answer = _memory(record, len(descriptors))
+            except (LinkClosedError, StoreCorruptError) as error:
+                raise ConfigError(
+                    f"the node at {self._path} did not answer: {error}: check its log"
+                ) from error
+            self.life = descriptors[-1]  # `_open` closes it
+            self.max_reserved = answer.max_reserved
+            for count, size in zip(answer.num_slots, answer.block_bytes, strict=True):
+                host = SharedSlots(descriptors.pop(0), count, size, slice(0, size))
+                opening.callback(host.close)
+                self.slots.append(host)
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            opening.callback(os.close, self._bell)
+            self._open = opening.pop_all()
+        self.is_open = True
         self._thread = start_thread(self._live, "tierkv-node")
 
     def _reach(self) -> Link:
@@ -309,35 +299,25 @@ class NodeHost:
                     ) from error
                 time.sleep(_ASK_AGAIN_S)  # there is no event for a socket that appears
 
-    @property
-    def is_open(self) -> bool:
-        return self._is_open
-
     def call(
         self,
-        method: Callable[Concatenate[HostSide, P], Awaitable[T]],
-        *args: P.args,
-        **named: P.kwargs,
+        method: Callable[[HostSide, *Ts], Awaitable[T]],
+        *args: *Ts,
     ) -> Call[T]:
         """Make the node call a method of its `HostSide` for this engine. Never blocks.
 
         Args:
             method: an asynchronous method of `HostSide`.
             args: arguments of the method.
-            named: must be empty; arguments are passed by position only.
 
         Returns:
             The call. Its result comes later.
         """
-        assert not named, "a call has arguments by place alone"
-        name = method.__name__
-        body = msgspec.msgpack.encode([name, _packed(args, self._numbers)])
+        name, given = method.__name__, cast("tuple[Any, ...]", args)
+        body = msgspec.msgpack.encode([name, _packed(given, self._numbers)])
         if name in {"free", "loaded"}:
-            self._numbers.pop(args[0], None)
-        promise_ttl_s = args[2] if name == "promise" else None
-        expires = (
-            time.monotonic() + promise_ttl_s if isinstance(promise_ttl_s, (int, float)) else 0.0
-        )
+            self._numbers.pop(given[0], None)
+        expires = time.monotonic() + given[2] if name == "promise" else 0.0
 
         def frame(call: Call[Any]) -> bytes:
             self._asked[call.number] = (call, expires)
@@ -365,7 +345,7 @@ class NodeHost:
             with suppress(TierKVError):
                 call.wait(max(deadline - time.monotonic(), 0.0))
         self.calls.refuse(ShuttingDownError("this engine's cache is closed"))
-        self._is_open = False
+        self.is_open = False
         self._wake()
         self._thread.join()
         self._thread = None
@@ -383,10 +363,10 @@ class NodeHost:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._link, selectors.EVENT_READ)
                 selector.register(self._bell, selectors.EVENT_READ)
-                while self._is_open:
+                while self.is_open:
                     self._step({key.fd for key, _ in selector.select(self._next_expiry())})
         except LinkClosedError as error:
-            if self._is_open:
+            if self.is_open:
                 log.error("the connection to the node at %s was lost: %s", self._path, error)
         gone = StoreUnavailableError(
             f"the connection to the node at {self._path} was lost: close this cache and "
@@ -653,36 +633,34 @@ def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
     )
 
 
+@dataclass(slots=True, eq=False)
 class _Engine:
     """One connected engine: its running calls, and the blocks and slots that it uses.
 
-    Args:
+    Attributes:
         number: number of the connection.
         name: the engine's name, for log lines.
         side: the host tier.
         allowed: by cache group, the number of slots that the engine may have reserved for saves, as
             last sent to the engine.
         share: returns the number of slots, by cache group, that the engine may have reserved now.
+        known: the engine's promises, by number.
+        lent: by cache group, the slots that the engine may write.
     """
 
-    def __init__(
-        self,
-        number: int,
-        name: str,
-        side: HostSide,
-        allowed: Sequence[int],
-        share: Callable[[], Sequence[int]],
-    ) -> None:
-        self._number = number
-        self._name = name
-        self._side = side
-        self._allowed = allowed
-        self._share = share
-        self._known: dict[int, HostPromise] = {}  # by number
-        self._numbers: dict[object, int] = {}
-        self._lent: list[set[int]] = [set() for _ in side.slots]
-        self._under_way: dict[int, asyncio.Task[None]] = {}
-        self._last_number = 0
+    number: int
+    name: str
+    side: HostSide
+    allowed: Sequence[int]
+    share: Callable[[], Sequence[int]]
+    known: dict[int, HostPromise] = field(default_factory=dict)
+    numbers: dict[object, int] = field(default_factory=dict)
+    lent: list[set[int]] = field(init=False)
+    under_way: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    last_number: int = 0
+
+    def __post_init__(self) -> None:
+        self.lent = [set() for _ in self.side.slots]
 
     async def answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with task_group() as group:
@@ -690,23 +668,23 @@ class _Engine:
                 while True:
                     number, method, args = self._read(await _frame(reader))
                     if method == "cancel":
-                        if number in self._under_way:
-                            self._under_way[number].cancel()
+                        if number in self.under_way:
+                            self.under_way[number].cancel()
                         continue
                     task = group.create_task(self._answer(writer, number, method, args))
-                    self._under_way[number] = task
+                    self.under_way[number] = task
                     task.add_done_callback(partial(self._done, writer, number))
             except (asyncio.IncompleteReadError, OSError):
                 pass
             except BadRequestError as error:
                 log.error(
-                    "engine %s was disconnected, since it sent a wrong call: %s", self._name, error
+                    "engine %s was disconnected, since it sent a wrong call: %s", self.name, error
                 )
-            for task in list(self._under_way.values()):
+            for task in list(self.under_way.values()):
                 task.cancel()
 
     def _done(self, writer: asyncio.StreamWriter, number: int, task: asyncio.Task[None]) -> None:
-        del self._under_way[number]
+        del self.under_way[number]
         if task.cancelled():
             error = _packed_error(
                 ShuttingDownError(
@@ -719,7 +697,7 @@ class _Engine:
     def _read(self, frame: bytes) -> tuple[int, str, list[Any]]:
         try:
             number, (method, packed) = msgspec.msgpack.decode(frame)
-            args = _unpacked(packed, self._known)
+            args = _unpacked(packed, self.known)
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, StoreCorruptError) as error:
             raise BadRequestError(f"the frame cannot be decoded as a call: {error!r}") from error
         if method not in _METHODS and method != "cancel":
@@ -729,7 +707,7 @@ class _Engine:
             )
         if method == "keep":
             for some in _all_copied(args):
-                if not self._lent[some.group].issuperset(some.slots):
+                if not self.lent[some.group].issuperset(some.slots):
                     raise BadRequestError(
                         f"the engine saved to host slots of group {some.group} that were "
                         "not lent to it"
@@ -747,7 +725,7 @@ class _Engine:
         except AssertionError:
             raise  # a bug of this node, not of the engine
         except Exception as failure:
-            log.exception("a call of engine %s failed unexpectedly", self._name)
+            log.exception("a call of engine %s failed unexpectedly", self.name)
             error = _packed_error(BadRequestError(f"{method}: {failure!r}"))
         _send(writer, [number, error, value])
 
@@ -755,20 +733,20 @@ class _Engine:
         if method == "promise":
             args[2] = _NEVER_S
         elif method in {"publish", "finish", "fail"}:
-            args[0] += self._number << _NUMBER_BITS
+            args[0] += self.number << _NUMBER_BITS
         elif method == "reserve":
             return await self._reserve(*args)
-        result = await _METHODS[method](self._side, *args)
+        result = await _METHODS[method](self.side, *args)
         if method == "promise":
             return self._promised(result)
         if method == "keep":
             for some in _all_copied(args):
-                self._lent[some.group].difference_update(some.slots)
-            for lent, slots in zip(self._lent, result.unused, strict=True):
+                self.lent[some.group].difference_update(some.slots)
+            for lent, slots in zip(self.lent, result.unused, strict=True):
                 lent.update(slots)
         elif method in {"free", "loaded"}:
-            del self._known[self._numbers.pop(args[0])]
-        return _packed(result, self._numbers)
+            del self.known[self.numbers.pop(args[0])]
+        return _packed(result, self.numbers)
 
     async def _reserve(self, counts: Sequence[int]) -> list[Any]:
         """Reserve `counts[i]` host slots of each cache group i, for blocks that this engine saves.
@@ -776,26 +754,26 @@ class _Engine:
         Return two lists with one element per cache group: the slots, and the largest number of
         slots that this engine may have reserved at a time from now on.
         """
-        before, self._allowed = self._allowed, self._share()
-        parts = zip(counts, before, self._allowed, strict=True)
-        found = await self._side.reserve([count + now - then for count, then, now in parts])
-        for lent, slots in zip(self._lent, found, strict=True):
+        before, self.allowed = self.allowed, self.share()
+        parts = zip(counts, before, self.allowed, strict=True)
+        found = await self.side.reserve([count + now - then for count, then, now in parts])
+        for lent, slots in zip(self.lent, found, strict=True):
             lent.update(slots)
-        return [found, self._allowed]
+        return [found, self.allowed]
 
     def _promised(self, promise: HostPromise) -> list[Any]:
         promise.claim()  # only the engine may end it
-        self._last_number = number = self._last_number + 1
-        self._known[number] = promise
-        self._numbers[promise] = number
+        self.last_number = number = self.last_number + 1
+        self.known[number] = promise
+        self.numbers[promise] = number
         ticket = _packed(promise.ticket, {})
         return [number, promise.num_tokens, _packed(promise.parts, {}), ticket, promise.problem]
 
     async def release_all(self) -> None:
         """Release all blocks and slots of the engine after all of its copies have ended."""
-        for held in list(self._known.values()):
-            await self._side.free(held)
-        await self._side.free_reserved(self._lent)
+        for held in list(self.known.values()):
+            await self.side.free(held)
+        await self.side.free_reserved(self.lent)
 
 
 def _all_copied(args: list[Any]) -> list[Copied]:

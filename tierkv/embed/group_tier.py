@@ -83,13 +83,8 @@ class GroupLookup:
 class _UnknownError(Exception):
     """A block must be looked up in storage before the prompt's usable length is known.
 
-    Args:
-        position: position of the block in the prompt.
+    Its argument is the position of the block in the prompt.
     """
-
-    def __init__(self, position: int) -> None:
-        super().__init__(position)
-        self.position = position
 
 
 class _Asked(Enum):
@@ -154,7 +149,8 @@ class GroupTier:
         self.group = group
         self.number = number
         self.host = memory.host
-        self.blocks = FlatBlocks(f"group {number}", memory.host.num_slots, self._evicted)
+        evicted = partial(self._publish, CacheEventKind.EVICTED)
+        self.blocks = FlatBlocks(f"group {number}", memory.host.num_slots, evicted)
         self._service = service
         self.io = memory.io
         settings = service.settings
@@ -258,7 +254,7 @@ class GroupTier:
         try:
             self.group.longest(limit, _Valid(self, lookup, limit, _Asked.RAISES))
         except _UnknownError as unknown:
-            at = unknown.position
+            [at] = unknown.args
         else:
             return []
         count = max(len(self.group.needed(limit)), max_asked)
@@ -554,9 +550,6 @@ class GroupTier:
                 f"group {self.number}: {self.blocks.num_holds} blocks are held, not {num_holds}"
             )
         return wrong
-
-    def _evicted(self, block: FlatBlock) -> None:
-        self._publish(CacheEventKind.EVICTED, block)
 
     def runs(self) -> list[BlockRun]:
         """Return each block of the cache group as a `BlockRun` of one block, for events."""

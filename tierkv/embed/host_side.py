@@ -16,11 +16,7 @@ import logging
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import (
-    ExitStack,
-    asynccontextmanager,
-    suppress,
-)
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -1341,13 +1337,14 @@ class HostSide:
         self._service.flat_blocks = ()
 
 
+@dataclass(slots=True, eq=False)
 class SavedPrompt:
     """The host blocks of a prompt that an engine is saving, for a publish that runs meanwhile.
 
     The publish stores the blocks for other nodes while the engine saves further blocks. The main
     cache group is the first one with full attention, whose blocks are in the index.
 
-    Args:
+    Attributes:
         side: the host tier that has the blocks.
         service: the service whose index has the blocks of the main cache group.
         tiers: the host tiers of the other cache groups, by number of the group.
@@ -1356,33 +1353,24 @@ class SavedPrompt:
         promise: protects the prompt's host blocks from eviction until the publish ends.
     """
 
-    def __init__(  # noqa: PLR0917 - a prompt, its blocks and their owners
-        self,
-        side: HostSide,
-        service: Service,
-        tiers: Mapping[int, GroupTier],
-        keys: Sequence[StoredKey],
-        prompt: Prompt,
-        promise: HostPromise,
-    ) -> None:
-        self.prompt = prompt
-        self.keys = keys
-        self._side = side
-        self._service = service
-        self._tiers = tiers
-        self._promise = promise
+    side: HostSide
+    service: Service
+    tiers: Mapping[int, GroupTier]
+    keys: Sequence[StoredKey]
+    prompt: Prompt
+    promise: HostPromise
 
     @property
     def lease(self) -> Lease | None:
         """The lease on the prompt's blocks in the index; None if no block is protected."""
-        return self._promise.lease
+        return self.promise.lease
 
     def grow(self) -> int:
         """Protect from eviction the full blocks of the prompt that are on the host by now.
 
         Return the number of tokens in the protected blocks.
         """
-        return self._side.hold_saved(self._promise, self.prompt)
+        return self.side.hold_saved(self.promise, self.prompt)
 
     def check_whole(self) -> None:
         """Protect from eviction all blocks of the prompt, including a partial last block.
@@ -1390,7 +1378,7 @@ class SavedPrompt:
         Raises:
             HandoffError: a block is not on the host.
         """
-        self._side.hold_whole(self._promise, self.prompt)
+        self.side.hold_whole(self.promise, self.prompt)
 
     def offer(self, _ticket_id: str, _ledger: TicketLedger) -> None:
         """Do nothing: other nodes fetch an engine's blocks from storage, not from its memory."""
@@ -1409,7 +1397,7 @@ class SavedPrompt:
         The protection lasts until the `with` block ends, even if the promise ends before. The
         events are ignored, because saved blocks are complete.
         """
-        index, lease = self._service.index, self._promise.lease
+        index, lease = self.service.index, self.promise.lease
         assert lease is not None, "blocks are published that are held"
         slots = index.slots(Tier.HOST, lease.node, blocks.start, blocks.stop)
         held = index.hold_as_is(lease.node)
@@ -1417,7 +1405,7 @@ class SavedPrompt:
             yield slots
         finally:
             index.release(held)
-            self._service.tiers.work.capacity_changed()
+            self.service.tiers.work.capacity_changed()
 
     async def store_rest(self) -> None:
         """Store the prompt's blocks of all cache groups except the main one, if storage lacks them.
@@ -1425,8 +1413,8 @@ class SavedPrompt:
         Raises:
             StoreUnavailableError: a block was not stored.
         """
-        for number, blocks in self._promise.held.items():
-            await self._tiers[number].store_missing(blocks)
+        for number, blocks in self.promise.held.items():
+            await self.tiers[number].store_missing(blocks)
 
 
 def _problem_of(lookups: dict[int, GroupLookup]) -> str | None:

@@ -174,7 +174,7 @@ class Requests:
         held = self._held.get(request_id)
         if held is None:
             return False
-        tasks = held.tasks - {_current_task()}
+        tasks = set(held.tasks)
         for task in tasks:
             task.cancel()
         if tasks:
@@ -198,15 +198,10 @@ class Requests:
 
 @contextmanager
 def _listed(held: _Held) -> Iterator[None]:
-    task = _current_task()
+    task = asyncio.current_task()
+    assert task is not None, "operations run in tasks"
     held.tasks.add(task)
     try:
         yield
     finally:
         held.tasks.discard(task)
-
-
-def _current_task() -> asyncio.Task[object]:
-    task = asyncio.current_task()
-    assert task is not None, "operations run in tasks"
-    return task

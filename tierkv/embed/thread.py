@@ -174,10 +174,7 @@ class ServiceThread:
             work: must not block. An error of `work` that is not a TierKVError stops the service.
             request_id: id of the request that the call is about; "" for none.
         """
-        return self.exchange.submit(kind, request_id, partial(self._with_service, work))
-
-    async def _with_service(self, work: Callable[[Service], Awaitable[T]]) -> T:
-        return await work(self.service)
+        return self.exchange.submit(kind, request_id, lambda: work(self.service))
 
     def _wake(self) -> None:
         if not self._is_awake:
@@ -266,8 +263,9 @@ class ServiceThread:
     async def _run(self, call: Call[Any], work: Work) -> object:
         """Return a TierKVError of `work` instead of raising it, which would stop the service."""
         try:
-            if call.kind not in NEEDS_NO_DEVICE:
-                self._check_device()
+            failure = self.service.device.failure
+            if failure is not None and call.kind not in NEEDS_NO_DEVICE:
+                raise DeviceFailedError(failure)
             return await work()
         except TierKVError as error:
             return error
@@ -293,11 +291,6 @@ class ServiceThread:
             if not self._running:
                 self._has_calls.clear()
         self._cancel_all(DeviceFailedError(service.device.failure), but=NEEDS_NO_DEVICE)
-
-    def _check_device(self) -> None:
-        failure = self.service.device.failure
-        if failure is not None:
-            raise DeviceFailedError(failure)
 
     def _cancel_all(self, reason: TierKVError, *, but: frozenset[str] = frozenset()) -> None:
         for number, (call, task) in list(self._running.items()):
