@@ -222,7 +222,7 @@ async def test_the_page_itself_is_public_and_its_data_is_not(callers: Callers) -
 def test_the_wheel_has_the_page_and_the_library_is_what_was_published(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     options = ("-q", "--no-deps", "--no-build-isolation", "-w", tmp_path)
-    command = [sys.executable, "-m", "pip", "wheel", *options, root]
+    command: list[str | Path] = [sys.executable, "-m", "pip", "wheel", *options, root]
     subprocess.run(command, check=True, timeout=120)
     [wheel] = tmp_path.glob("*.whl")
     inside = zipfile.ZipFile(wheel).namelist()

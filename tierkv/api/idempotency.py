@@ -129,12 +129,12 @@ class Once(Generic[T]):
             yield call
             assert call.result is not None, "the body sets it"
         except TierKVError as error:
-            self._drop(key)
+            del self._open[key]
             entry.outcome.set_exception(error)
             entry.outcome.exception()  # marks the error as retrieved: it is raised below, too
             raise
         except BaseException:  # the first caller disconnected: a waiting call does the work
-            self._drop(key)
+            del self._open[key]
             entry.outcome.cancel()
             raise
         entry.outcome.set_result(call.result)
@@ -156,13 +156,7 @@ class Once(Generic[T]):
     def find(self, key: Hashable) -> T | None:
         """Return the result of `key`; None if there is none, or if a call is still computing it."""
         known = self._find(key)
-        if known is None or not known.outcome.done() or known.outcome.cancelled():
-            return None
-        return known.outcome.result()
-
-    def _drop(self, key: Hashable) -> None:
-        self._open.pop(key, None)
-        self._past.pop(key, None)
+        return known.outcome.result() if known is not None and known.outcome.done() else None
 
     def _find(self, key: Hashable) -> _Entry[T] | None:
         self._expire()

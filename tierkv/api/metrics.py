@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 import tierkv
 from tierkv import tasks
 from tierkv.api.node import Node
-from tierkv.cache.node import BOUNDS_S, TICKS_PER_S, AgeCounts, PoolStats
+from tierkv.cache.node import BOUNDS_S, TICKS_PER_S, AgeCounts
 from tierkv.engine import Generation
 from tierkv.errors import HandoffError
 from tierkv.observe import Stats
@@ -51,10 +51,7 @@ def gauge(
         values: The metric's value for each combination of label values, which are in the order of
             `labels`.
     """
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for combination, value in values.items():
-        family.add_metric(combination, value)
-    return family
+    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
 
 
 def counter(
@@ -69,7 +66,12 @@ def counter(
         values: The metric's value for each combination of label values, which are in the order of
             `labels`.
     """
-    family = CounterMetricFamily(name, text, labels=labels)
+    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, values: dict[tuple[str, ...], float]
+) -> Metric:
     for combination, value in values.items():
         family.add_metric(combination, value)
     return family
@@ -182,7 +184,11 @@ class NodeCollector(Collector):
         yield gauge("tierkv_ready", "1 while the node accepts requests", (), {(): int(is_ready)})
         yield from self.shown()
         yield _load_layers(node.service.stats().load_layers)
-        yield from _kv_events(node)
+        yield total(
+            "tierkv_kv_events_lost",
+            "Cache events dropped because the publisher fell behind",
+            node.service.publisher.num_lost,
+        )
         yield from stores(node.service.storage_state())
 
     def shown(self) -> Iterator[Metric]:
@@ -196,14 +202,6 @@ class NodeCollector(Collector):
         yield from _handoffs(stats)
         yield from _estimates(node)
         yield from storage(stats)
-
-
-def _kv_events(node: Node) -> Iterator[Metric]:
-    yield total(
-        "tierkv_kv_events_lost",
-        "Cache events dropped because the publisher fell behind",
-        node.service.publisher.num_lost,
-    )
 
 
 def _tiers(stats: Stats, block_bytes: int) -> Iterator[Metric]:
@@ -221,7 +219,14 @@ def _tiers(stats: Stats, block_bytes: int) -> Iterator[Metric]:
         {(tier,): pool.used * block_bytes for tier, pool in pools.items()},
     )
     yield gauge(
-        "tierkv_blocks", "Blocks of a tier by state", ("tier", "state"), _block_states(pools)
+        "tierkv_blocks",
+        "Blocks of a tier by state",
+        ("tier", "state"),
+        {
+            (tier, state): count
+            for tier, pool in pools.items()
+            for state, count in (("free", pool.free), ("used", pool.used))
+        },
     )
     tiers = stats.tiers
     yield counter(
@@ -264,14 +269,6 @@ def _load_layers(times: LayerTimes) -> Metric:
     for layer, total_s in enumerate(times.total_s):
         family.add_metric((str(layer),), times.num_loads, total_s)
     return family
-
-
-def _block_states(pools: dict[str, PoolStats]) -> dict[tuple[str, ...], float]:
-    return {
-        (tier, state): count
-        for tier, pool in pools.items()
-        for state, count in (("free", pool.free), ("used", pool.used))
-    }
 
 
 def _requests(stats: Stats) -> Iterator[Metric]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -15,18 +15,18 @@ from aiohttp import web
 from tierkv.api.idempotency import Key, Once
 from tierkv.api.pins import PinBook
 from tierkv.api.prefetches import Prefetches
-from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
+from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url, masked_url
 from tierkv.api.types import GenerateAnswer, PromptBody
 from tierkv.cache.keys import MediaItem, Prompt
 from tierkv.clock import SystemClock
 from tierkv.engine import EngineSpec, NodeEngine
-from tierkv.errors import ShuttingDownError
+from tierkv.errors import BadRequestError, ConfigError, OwnershipError, ShuttingDownError
 from tierkv.gpu import open_device
 from tierkv.gpu.protocol import Device
 from tierkv.http import bodies
 from tierkv.http.callers import PRINCIPAL, Access, Principal, request_name, ticket_name
 from tierkv.http.live import LiveFeed
-from tierkv.http.problems import NoEngineError, NotReadyError
+from tierkv.http.problems import NoEngineError, NotReadyError, WrongStateError
 from tierkv.http.process import CallUnderWay, Heartbeat, Working
 from tierkv.http.route import in_path
 from tierkv.kv_hints import HintCounts
@@ -37,7 +37,7 @@ from tierkv.service import Service
 from tierkv.storage.factory import open_guarded_store
 from tierkv.storage.protocol import Store
 from tierkv.tokenizers import Tokenizer
-from tierkv.transfer.tier import StorageOptions
+from tierkv.transfer.tier import StorageOptions, StoreState
 
 if TYPE_CHECKING:
     from tierkv.api.metrics import Metrics
@@ -369,6 +369,22 @@ async def explained(node: Node, caller: Principal, prompt: Prompt) -> Explanatio
     return msgspec.structs.replace(found, reason=Miss.NEVER_STORED.value, detail="")
 
 
+@contextmanager
+def refused() -> Iterator[None]:
+    """Raise as errors of the caller what the service refuses inside the `with`.
+
+    Raises:
+        BadRequestError: The service raised a ConfigError: a value of the request is wrong.
+        WrongStateError: The service raised an OwnershipError.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise BadRequestError(str(error)) from error
+    except OwnershipError as error:
+        raise WrongStateError(str(error)) from error
+
+
 class Routes:
     """The base class of classes with methods that are HTTP routes of a node.
 
@@ -404,6 +420,13 @@ class Routes:
     def _ticket_name(self, request: web.BaseRequest, ticket_id: str) -> str:
         tenant = principal_of(request).tenant
         return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)
+
+    def _stores(self) -> list[StoreState]:
+        """Return the state of each attached store, without secrets."""
+        return [
+            msgspec.structs.replace(one, url=masked_url(one.url), part=masked_url(one.part))
+            for one in self._node.service.storage_state()
+        ]
 
     def _prompt(self, request: web.BaseRequest, body: PromptBody) -> Prompt:
         tokens = body.packed(self._node.tokenizer, self._max_tokens)

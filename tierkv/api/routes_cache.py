@@ -183,25 +183,18 @@ class TicketRoutes(Routes):
             await self._node.service.forget_ticket(self._ticket_in_path(request))
         return answer
 
-    def _handoff(self) -> Handoff:
-        handoff = self._node.service.handoff
+    def _ticket_in_path(self, request: web.BaseRequest) -> str:
+        return self._ticket_name(request, in_path(request, "id"))
+
+    async def _state(self, request: web.BaseRequest) -> TicketAnswer:
+        handoff, name = self._node.service.handoff, self._ticket_in_path(request)
         if handoff is None:
             raise StoreUnavailableError(
                 "this node has no storage tier and therefore no tickets: set storage.url"
             )
-        return handoff
-
-    def _ticket_in_path(self, request: web.BaseRequest) -> str:
-        return self._ticket_name(request, in_path(request, "id"))
-
-    def _unknown(self, request: web.BaseRequest) -> UnknownIdError:
-        return UnknownIdError(f"there is no ticket {in_path(request, 'id')!r}")
-
-    async def _state(self, request: web.BaseRequest) -> TicketAnswer:
-        handoff, name = self._handoff(), self._ticket_in_path(request)
         found = await self._node.service.ticket_state(name)
         if found.state is Standing.NOT_YET:
-            raise self._unknown(request)
+            raise UnknownIdError(f"there is no ticket {in_path(request, 'id')!r}")
         if found.state is Standing.UNAVAILABLE:
             raise StoreUnavailableError(found.detail)
         state, present = _STATES[found.state], None

@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 
 from tierkv.api.metrics import Metrics
-from tierkv.api.node import Node, Routes
-from tierkv.api.settings import masked, masked_url
+from tierkv.api.node import Node, Routes, refused
+from tierkv.api.settings import masked
 from tierkv.api.types import (
     BlockAnswer,
     BlocksAnswer,
@@ -29,10 +29,10 @@ from tierkv.api.types import (
 from tierkv.cache.index import Index
 from tierkv.cache.node import CopyState, PoolStats, Tier
 from tierkv.cache.node import TreeNode as IndexNode
-from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, OwnershipError
+from tierkv.errors import OutOfBlocksError
 from tierkv.http import bodies
 from tierkv.http.callers import Access
-from tierkv.http.problems import UnknownIdError, WrongStateError
+from tierkv.http.problems import UnknownIdError
 from tierkv.http.route import Route, in_path
 from tierkv.sched.events import CacheEvents
 from tierkv.tasks import deadline
@@ -66,13 +66,9 @@ class NodeRoutes(Routes):
                 capacity = self._node.service.tiers.slots.pools[tier].capacity
                 return OutOfBlocksError(body.tier.value, needed=capacity - body.blocks, available=0)
 
-            try:
+            with refused():
                 async with deadline(body.deadline_s, late):
                     await self._node.service.resize(tier, body.blocks)
-            except ConfigError as error:
-                raise BadRequestError(str(error)) from error
-            except OwnershipError as error:
-                raise WrongStateError(str(error)) from error
         return self._tiers()
 
     @Route("POST", "/v1/reset", Access.ADMIN, answer=ResetAnswer)
@@ -130,10 +126,8 @@ class NodeRoutes(Routes):
         """Use another store as the storage tier, instead of the present one."""
         async with self._node.work():
             body = await self._node.bodies.read(request, StorageBody)
-            try:
+            with refused():
                 await self._node.service.attach_storage(body.url)
-            except ConfigError as error:
-                raise BadRequestError(str(error)) from error
         return self._tiers()
 
     @Route("DELETE", "/v1/tiers/storage", Access.ADMIN, answer=TiersAnswer)
@@ -149,12 +143,7 @@ class NodeRoutes(Routes):
         return TiersAnswer(
             device=_tier(stats.device, block_bytes),
             host=_tier(stats.host, block_bytes),
-            storage=[
-                msgspec.structs.replace(
-                    state, url=masked_url(state.url), part=masked_url(state.part)
-                )
-                for state in service.storage_state()
-            ],
+            storage=self._stores(),
         )
 
 

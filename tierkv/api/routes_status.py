@@ -13,7 +13,7 @@ from aiohttp import web
 
 import tierkv
 from tierkv.api.metrics import Metrics, NodeCollector
-from tierkv.api.node import Node, Routes, explained, principal_of
+from tierkv.api.node import Node, Routes, explained, principal_of, refused
 from tierkv.api.settings import masked_url
 from tierkv.api.types import (
     LifeAnswer,
@@ -27,12 +27,7 @@ from tierkv.api.types import (
 )
 from tierkv.cache.keys import Prompt
 from tierkv.clock import is_skew, skew_in_words
-from tierkv.errors import (
-    BadRequestError,
-    ConfigError,
-    OwnershipError,
-    StoreUnavailableError,
-)
+from tierkv.errors import StoreUnavailableError
 from tierkv.http import bodies
 from tierkv.http.bodies import EVENT_STREAM, JSON
 from tierkv.http.callers import Access
@@ -94,11 +89,9 @@ class LifeRoutes(Routes):
                     f"{body.deadline_s:g} s: wait longer, or remove the pins"
                 )
 
-            try:
+            with refused():
                 async with deadline(body.deadline_s, late):
                     await self._node.service.sleep(keeps_blocks=body.keep_blocks)
-            except OwnershipError as error:
-                raise WrongStateError(str(error)) from error
         return self._life()
 
     @Route(
@@ -108,12 +101,8 @@ class LifeRoutes(Routes):
         """Allocate the device's memory again, and start the waiting requests."""
         async with self._node.work():
             body = await self._node.bodies.read_optional(request, WakeBody)
-            try:
+            with refused():
                 await self._node.service.wake(body.device_blocks)
-            except OwnershipError as error:
-                raise WrongStateError(str(error)) from error
-            except ConfigError as error:
-                raise BadRequestError(str(error)) from error
         return self._life()
 
 
@@ -394,18 +383,14 @@ class NodeLiveRoutes(Routes):
     async def _refresh(self) -> float:
         """Collect health, limits and cached prefixes; return the seconds until the next call."""
         node = self._node
-        self._state = msgspec.json.encode(await self._state_of(node))
+        self._state = msgspec.json.encode(await self._state_now())
         self._prefixes, self._num_runs = await prefixes(node.service.index)
         self._refreshed += 1
         return max(REFRESH_S, self._num_runs * _RUN_S)
 
-    async def _state_of(self, node: Node) -> dict[str, object]:
-        service, fingerprint = node.service, node.service.fingerprint
+    async def _state_now(self) -> dict[str, object]:
+        node, service, fingerprint = self._node, self._node.service, self._node.service.fingerprint
         health = await health_of(node)
-        stores = [
-            msgspec.structs.replace(one, url=masked_url(one.url), part=masked_url(one.part))
-            for one in service.storage_state()
-        ]
         return {
             "kind": "node",
             "name": node.name,
@@ -423,7 +408,7 @@ class NodeLiveRoutes(Routes):
             "health": [
                 (part, state.value, masked_url(detail)) for part, (state, detail) in health.items()
             ],
-            "stores": stores,
+            "stores": self._stores(),
         }
 
 
@@ -436,12 +421,7 @@ def _request(one: Timeline, wall: float) -> dict[str, object]:
         "space": one.space,
         "tokens": one.prompt_tokens,
         "at": {moment.value: round(at + wall, 4) for moment, at in one.moments.items()},
-        "found": (
-            one.matched.device_tokens,
-            one.matched.host_tokens,
-            one.matched.storage_tokens,
-            one.matched.direct_tokens,
-        ),
+        "found": msgspec.structs.astuple(one.matched),
         "missed": one.missed,
         "since": None
         if since is None

@@ -26,12 +26,12 @@ from tierkv.api.types import (
     TokenizeAnswer,
     TokenizeBody,
     TokensEvent,
+    check_length,
     job_of,
     with_texts,
 )
 from tierkv.cache.keys import Prompt, count, pack
 from tierkv.engine import GenerateRequest, Generation, TokenLogprobs
-from tierkv.errors import RequestTooLargeError
 from tierkv.http import bodies
 from tierkv.http.bodies import open_stream, write
 from tierkv.http.callers import Access
@@ -218,10 +218,8 @@ class WorkRoutes(Routes):
             tokens = await self._node.bodies.in_thread_if_large(
                 body.num_characters, lambda: body.encoded(tokenizer)
             )
-            if (num_tokens := count(tokens)) > self._max_tokens:
-                raise RequestTooLargeError(
-                    f"the prompt is longer than this node's {self._max_tokens} tokens: shorten it"
-                )
+            num_tokens = count(tokens)
+            check_length(num_tokens, self._max_tokens)
         return TokenizeAnswer(tokens=tokens, num_tokens=num_tokens)
 
     @Route(

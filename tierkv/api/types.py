@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from enum import Enum
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec.structs import asdict
+from msgspec.structs import asdict, astuple
 
 from tierkv.cache.keys import TOKEN_BYTES, MediaItem, Prompt, pack
 from tierkv.engine import (
@@ -92,26 +93,32 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if given is None or (self.prompt is not None and self.tokens is not None):
             raise FieldError("give either prompt or tokens, and not both")
         if isinstance(given, str):
-            given = self._encoded(given, tokenizer, max_tokens)
+            if tokenizer is None:
+                raise FieldError(
+                    "this node has no tokenizer, since it has no model of its own: give "
+                    "tokens instead of prompt"
+                )
+            check_length(tokenizer.fewest_tokens(given), max_tokens)
+            given = tokenizer.encode(given)
         num_tokens = len(given) // TOKEN_BYTES if isinstance(given, bytes) else len(given)
-        if num_tokens > max_tokens:
-            raise RequestTooLargeError(
-                f"the prompt is longer than this node's {max_tokens} tokens: shorten it"
-            )
+        check_length(num_tokens, max_tokens)
         return pack(given)
 
-    @staticmethod
-    def _encoded(text: str, tokenizer: Tokenizer | None, max_tokens: int) -> bytes:
-        if tokenizer is None:
-            raise FieldError(
-                "this node has no tokenizer, since it has no model of its own: give "
-                "tokens instead of prompt"
-            )
-        if tokenizer.fewest_tokens(text) > max_tokens:
-            raise RequestTooLargeError(
-                f"the prompt is longer than this node's {max_tokens} tokens: shorten it"
-            )
-        return tokenizer.encode(text)
+
+def check_length(num_tokens: int, max_tokens: int) -> None:
+    """Check that a prompt is not too long.
+
+    Args:
+        num_tokens: Number of the prompt's tokens.
+        max_tokens: Largest allowed number of tokens.
+
+    Raises:
+        RequestTooLargeError: The prompt has more than `max_tokens` tokens.
+    """
+    if num_tokens > max_tokens:
+        raise RequestTooLargeError(
+            f"the prompt is longer than this node's {max_tokens} tokens: shorten it"
+        )
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -210,16 +217,7 @@ class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
         Raises:
             BadRequestError: A value is out of range.
         """
-        return Sampling(
-            temperature=self.temperature,
-            seed=self.seed,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-        )
+        return Sampling(**{one.name: getattr(self, one.name) for one in fields(Sampling)})
 
 
 class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -336,12 +334,7 @@ class MatchedTokens(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, matched: Matched) -> MatchedTokens:
-        return MatchedTokens(
-            matched.device_tokens,
-            matched.host_tokens,
-            matched.storage_tokens,
-            matched.direct_tokens,
-        )
+        return MatchedTokens(*astuple(matched))
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

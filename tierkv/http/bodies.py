@@ -193,9 +193,6 @@ class BodyReader:
         self.num_bytes += num_bytes
         request[_COUNTED] = self, before + num_bytes
 
-    def release(self, num_bytes: int) -> None:
-        self.num_bytes -= num_bytes
-
 
 _COUNTED = web.RequestKey("counted", tuple[BodyReader, int])
 
@@ -204,7 +201,7 @@ def release(request: web.BaseRequest) -> None:
     """Stop counting an answered request's bytes towards the server's limit for all requests."""
     if _COUNTED in request:
         reader, num_bytes = request[_COUNTED]
-        reader.release(num_bytes)
+        reader.num_bytes -= num_bytes
 
 
 def _media_type(request: web.BaseRequest) -> str:

@@ -13,12 +13,14 @@ import fcntl
 import hashlib
 import hmac
 import logging
+import math
 import os
 import re
 import secrets
 import socket
 import stat
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -182,11 +184,9 @@ class AuthFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _distinct(what: str, keys: list[str]) -> None:
-    twice = (
-        sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else ()
-    )
-    if twice:
-        raise ConfigError(f"the auth file has two rows with the {what} {twice[0]}: remove one")
+    twice = min((key for key, count in Counter(keys).items() if count > 1), default=None)
+    if twice is not None:
+        raise ConfigError(f"the auth file has two rows with the {what} {twice}: remove one")
 
 
 def read(path: Path) -> AuthFile:
@@ -273,7 +273,6 @@ _PREFIX = "tkv"
 _ID_BYTES = 8
 _SECRET_BYTES = 32
 _MAX_TOKEN_BYTES = 512
-_UNKNOWN = "the token is unknown here or has expired: make one with `tierkv token new`"
 
 
 def new_token() -> tuple[Token, str]:
@@ -293,12 +292,12 @@ def digest_of(token: bytes) -> str:
 class _Key:
     """A token of the auth file, as its digest, and the caller that it authenticates.
 
-    `expires_at` is in Unix seconds; None for a token that does not expire.
+    `expires_at` is in Unix seconds; infinite for a token that does not expire.
     """
 
     digest: bytes
     principal: Principal
-    expires_at: float | None
+    expires_at: float
 
 
 # The digest for an unknown id, so that its comparison takes as long as that of a wrong secret.
@@ -327,10 +326,12 @@ class Keyring:
         key = self._tokens.get(rest[: 2 * _ID_BYTES])
         expected = key.digest if key else _NO_KEY
         is_right = hmac.compare_digest(digest_of(token[:_MAX_TOKEN_BYTES]).encode(), expected)
-        if key is None or not is_right or len(token) > _MAX_TOKEN_BYTES:
-            raise UnauthenticatedError(_UNKNOWN, was_given=True)
-        if key.expires_at is not None and key.expires_at <= now:
-            raise UnauthenticatedError(_UNKNOWN, was_given=True)
+        is_right = is_right and len(token) <= _MAX_TOKEN_BYTES
+        if key is None or not is_right or key.expires_at <= now:
+            raise UnauthenticatedError(
+                "the token is unknown here or has expired: make one with `tierkv token new`",
+                was_given=True,
+            )
         return key.principal
 
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
@@ -343,7 +344,7 @@ class Keyring:
 
 
 def _key(row: TokenRow) -> _Key:
-    expires_at = row.expires.timestamp() if row.expires else None
+    expires_at = row.expires.timestamp() if row.expires else math.inf
     return _Key(row.sha256.encode(), row.principal(), expires_at)
 
 
@@ -487,10 +488,8 @@ class Guard:
             UnauthenticatedError: The caller is unknown.
             ForbiddenError: The caller's access level is lower than `needed`.
         """
-        if self._file is None or needed is Access.PUBLIC:
-            request[PRINCIPAL] = ANYONE if self._file is None else NOBODY
-            return
-        caller = self.principal_of(request)
+        is_unasked = needed is Access.PUBLIC and self._file is not None
+        caller = NOBODY if is_unasked else self.principal_of(request)
         if caller.access < needed:
             has = caller.access.name.lower()
             log.info("%s (%s) may not %s %s", caller.name, has, request.method, request.path[:200])

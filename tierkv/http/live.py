@@ -82,18 +82,13 @@ class LiveFeed:
             each sample. While a page is open, the feed calls it again and again; its result is the
             seconds until the next call.
         num_watching: Number of open streams.
-
-    Args:
-        every_s: Seconds between two samples.
-        max_samples: Number of samples that are kept.
     """
 
-    def __init__(self, *, every_s: float = EVERY_S, max_samples: int = MAX_SAMPLES) -> None:
+    def __init__(self) -> None:
         self.figures: Callable[[], Mapping[str, float]] = dict
         self.refresh: Callable[[], Awaitable[float]] = _nothing
         self.num_watching = 0
-        self._every_s = every_s
-        self._ring: deque[bytes] = deque(maxlen=max_samples)
+        self._ring: deque[bytes] = deque(maxlen=MAX_SAMPLES)
         self._names: tuple[str, ...] = ()
         self._epoch = 0
         self._last = 0  # number of the newest sample; numbers have no gaps
@@ -138,7 +133,7 @@ class LiveFeed:
     async def _sample(self) -> None:
         while True:
             self.sample()
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(EVERY_S)
 
     async def _refresh(self) -> None:
         while True:

@@ -237,7 +237,6 @@ _REFS = "#/components/schemas/{name}"
 _PROBLEM_REF = {"$ref": "#/components/responses/Problem"}
 _NAME_IN_PATH = re.compile(r"\{(\w+)\}")
 _ID = {"type": "string", "pattern": ID_PATTERN}
-_METHODS_THAT_ARE_NAMED = ("POST",)
 
 _ALWAYS = (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
 _OF_CALLERS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
@@ -259,6 +258,7 @@ def document(table: Sequence[Route]) -> Json:
     types = {kind for row in table for kind in (row.body, row.answer) if kind is not None}
     ordered = sorted(types, key=lambda kind: kind.__name__)
     refs, schemas = msgspec.json.schema_components([*ordered, Problem], ref_template=_REFS)
+    _mark_base64(schemas)
     media_of: dict[type, Json] = {
         kind: {"schema": ref} for kind, ref in zip([*ordered, Problem], refs, strict=True)
     }
@@ -275,7 +275,7 @@ def document(table: Sequence[Route]) -> Json:
         },
         "paths": paths,
         "components": {
-            "schemas": _exact(schemas),
+            "schemas": schemas,
             "responses": {"Problem": _problem(media_of[Problem])},
             "securitySchemes": {
                 "token": {"type": "http", "scheme": "bearer"},
@@ -298,7 +298,9 @@ def _operation(row: Route, media_of: dict[type, Json]) -> Json:
         "security": [] if row.access is Access.PUBLIC else [{"token": []}, {"certificate": []}, {}],
     }
     if row.body is not None:
-        operation["requestBody"] = _body(row, media_of[row.body])
+        media = media_of[row.body]
+        content: Json = {JSON: media, MSGPACK: media}
+        operation["requestBody"] = {"required": not row.is_body_optional, "content": content}
     return operation
 
 
@@ -312,16 +314,11 @@ def _parameters(row: Route) -> list[Json]:
         for name, kind in row.query
     ]
     headers = ["X-Request-Id"]
-    if row.method in _METHODS_THAT_ARE_NAMED and "request_id" in _fields(row.body):
+    if row.method == "POST" and "request_id" in _fields(row.body):
         headers.append("Idempotency-Key")
     if "session_id" in _fields(row.body):
         headers.append(bodies.SESSION_HEADER)
     return [*named, *asked, *({"name": name, "in": "header", "schema": _ID} for name in headers)]
-
-
-def _body(row: Route, media: Json) -> Json:
-    content: Json = {JSON: media, MSGPACK: media}
-    return {"required": not row.is_body_optional, "content": content}
 
 
 def _responses(row: Route, media_of: dict[type, Json]) -> Json:
@@ -367,14 +364,8 @@ def _fields(kind: type | None) -> tuple[str, ...]:
     return kind.__struct_fields__ if kind and issubclass(kind, msgspec.Struct) else ()
 
 
-def _exact(schemas: dict[str, Json]) -> dict[str, Json]:
-    """Add a base64 pattern to the schemas of bytes fields, and return `schemas` itself."""
-    for schema in schemas.values():
-        _mark_base64(schema)
-    return schemas
-
-
 def _mark_base64(schema: object) -> None:
+    """Add a base64 pattern to the schemas of bytes fields."""
     if isinstance(schema, dict):
         if schema.get("contentEncoding") == "base64":
             schema["pattern"] = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"

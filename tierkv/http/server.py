@@ -18,6 +18,7 @@ import ssl
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from uuid import uuid4
@@ -344,13 +345,13 @@ async def answering(
         yield url_of(listeners[0], has_tls=context is not None)
 
 
+@dataclass
 class _Shared:
     """Objects that all connections of a server share: aiohttp's server, the limits and a count."""
 
-    def __init__(self, http: web.Server, limits: ListenSection) -> None:
-        self.http = http
-        self.limits = limits
-        self.num_open = 0
+    http: web.Server
+    limits: ListenSection
+    num_open: int = 0
 
 
 class _Http(web.RequestHandler):
