@@ -149,17 +149,9 @@ class Authority:
     def __post_init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self.name)])
-        usage = x509.KeyUsage(
-            digital_signature=True,
-            key_cert_sign=True,
-            crl_sign=True,
-            content_commitment=False,
-            key_encipherment=False,
-            data_encipherment=False,
-            key_agreement=False,
-            encipher_only=False,
-            decipher_only=False,
-        )
+        kinds = ["content_commitment", "key_encipherment", "data_encipherment", "key_agreement"]
+        others = dict.fromkeys([*kinds, "encipher_only", "decipher_only"], False)
+        usage = x509.KeyUsage(digital_signature=True, key_cert_sign=True, crl_sign=True, **others)
         certificate = (
             _builder(self._subject, self._subject, self._key.public_key())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

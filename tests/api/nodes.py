@@ -15,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 import aiohttp
+import msgspec
 from msgspec.structs import replace
 
 from tests.faulty import FaultyStore
@@ -26,6 +27,7 @@ from tierkv.api.node import Node
 from tierkv.api.server import listening, routes
 from tierkv.api.settings import NodeSection, NodeSettings, Role
 from tierkv.cache.keys import MediaItem, pack
+from tierkv.client.streams import EventReader
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.http.callers import ticket_name
@@ -73,6 +75,13 @@ class Client:
 
     async def post(self, path: str, body: Json) -> Answer:
         return await self.ask("POST", path, json=body)
+
+    async def events(self, path: str, body: Json, **options: Any) -> list[tuple[str, Json]]:
+        """Return the names and the data of the events of a streamed answer."""
+        answer = await self.ask("POST", path, json=body | {"stream": True}, **options)
+        assert answer.status == 200, answer.body
+        found = EventReader().feed(answer.body)
+        return [(event.name, msgspec.json.decode(event.data)) for event in found]
 
     async def ask(self, method: str, path: str, **options: Any) -> Answer:
         async with self.session.request(method, self.url + path, **options) as response:

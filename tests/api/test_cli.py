@@ -1,7 +1,8 @@
-"""The command line: its help, its exit codes, its client commands."""
+"""The command line: its help, its exit codes, its client commands, and how it authenticates."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -13,9 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 import tierkv
+from tests.api.guarded import Authority, Callers, guarded
 from tests.api.nodes import process, run_to_end
 from tests.redis_server import free_port
 from tierkv.cli import main
+from tierkv.http.callers import RoleName
+from tierkv.http.settings import TlsSection
 
 ROOT = Path(tierkv.__file__).parents[1]
 COMMANDS = main.list_commands(click.Context(main))
@@ -151,3 +155,42 @@ async def test_https_to_a_node_without_tls_says_which_url_it_may_be(tmp_path: Pa
         f"error: no node answers at {asked}: "
         "it does not use TLS: use http:// instead of https:// in its URL\n"
     )
+
+
+# As a caller
+
+
+async def test_commands_bring_the_token_of_the_environment(
+    callers: Callers, tmp_path: Path
+) -> None:
+    token = await callers.token(RoleName.READ)
+    async with guarded(callers) as on:
+        url = ("--url", on.url)
+        status, out, err = await run_to_end(tmp_path, "stats", *url)
+        assert (status, out) == (1, "")
+        assert "unauthenticated" in err
+        assert "set the variable TIERKV_TOKEN to the token" in err
+        assert err.count("\n") == 1
+        status, out, err = await run_to_end(tmp_path, "stats", *url, "--json", TIERKV_TOKEN=token)
+        assert (status, err) == (0, "")
+        assert json.loads(out)["running_requests"] == 0
+        status, _, err = await run_to_end(tmp_path, "verify", *url, TIERKV_TOKEN=token)
+        assert status == 1
+        assert "forbidden" in err
+        assert token not in err
+
+
+async def test_commands_speak_tls_and_over_the_socket(tmp_path: Path) -> None:
+    authority = await asyncio.to_thread(Authority, tmp_path)
+    tls = TlsSection(cert=str(await asyncio.to_thread(authority.issue, "node")))
+    path = tmp_path / "node.sock"
+    async with guarded(None, tls=tls, unix_socket=path) as on:
+        url = ("--url", on.url)
+        assert (await run_to_end(tmp_path, "verify", *url, "--ca", authority.path))[0] == 0
+        status, _, err = await run_to_end(tmp_path, "verify", *url)
+        assert status == 1
+        assert "certificate" in err
+        assert err.count("\n") == 1
+        status, _, err = await run_to_end(tmp_path, "verify", *url, "--ca", tmp_path / "none")
+        assert (status, err.count("\n")) == (1, 1)
+        assert (await run_to_end(tmp_path, "verify", "--url", f"unix:{path}"))[0] == 0

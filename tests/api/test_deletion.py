@@ -62,18 +62,6 @@ async def test_nothing_that_was_being_written_is_stored_after_a_full_deletion(
         assert stored(server) == []
 
 
-async def test_a_prompt_that_is_published_when_all_is_deleted_leaves_no_ticket(
-    tmp_path: Path,
-) -> None:
-    with redis_server() as server:
-        async with over(server, tmp_path) as node:
-            work = {"tokens": PROMPT, "ticket_id": "ticket", "wait": "nothing"}
-            answer = await node.client.post("/v1/prefill", work)
-            assert answer.status == 200, answer.body
-            await delete_all(node)
-        assert [name for name in stored(server) if b":open:" not in name] == []
-
-
 async def test_a_deletion_on_a_frozen_redis_fails_and_succeeds_when_it_answers(
     tmp_path: Path,
 ) -> None:

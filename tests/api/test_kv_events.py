@@ -18,7 +18,7 @@ from tests.api.nodes import process, run_to_end
 from tests.embed.test_groups import FULL, WINDOW, Hybrid, hybrid, tokens_of
 from tests.latch import PATIENCE_S, finish, until
 from tests.redis_server import free_port
-from tests.world import World, world
+from tests.world import World, tokens, world
 from tierkv.api.settings import NodeSettings
 from tierkv.cache.eviction import WritePolicy
 from tierkv.config import load
@@ -142,10 +142,6 @@ async def publishing(
 
 def here_publisher(here: World, settings: EventsSection) -> KvEventPublisher:
     return KvEventPublisher(settings, "node-a", {"": here.service.fingerprint})
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def test_each_block_hangs_at_the_one_before_it_with_its_tokens(tmp_path: Path) -> None:

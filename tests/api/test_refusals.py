@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import msgpack
@@ -11,6 +10,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from tests.api.guarded import Callers, bearer, guarded
 from tests.api.nodes import Here, here
+from tests.api.test_limits import connected
 from tests.latch import until
 from tierkv.errors import HandoffError
 from tierkv.http.bodies import JSON, MSGPACK, REQUEST_ID
@@ -164,14 +164,11 @@ def test_only_what_a_producer_or_a_store_failed_at_is_a_bad_gateway(
 
 
 async def test_an_optional_body_that_turns_out_to_be_empty_is_none(on: Here) -> None:
-    host, _, port = on.client.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/sleep HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
-    await writer.drain()
-    await until(lambda: on.node.num_working == 1, "a call that waits for its body")
-    writer.write(b"0\r\n\r\n")
-    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-    writer.close()
+    async with connected(on.client.url) as (reader, writer):
+        writer.write(b"POST /v1/sleep HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await until(lambda: on.node.num_working == 1, "a call that waits for its body")
+        writer.write(b"0\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
 
 
 async def test_a_message_calls_things_as_their_caller_does_and_not_by_inner_names(

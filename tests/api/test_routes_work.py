@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 
@@ -53,10 +52,9 @@ async def test_a_stop_text_ends_an_answer_and_is_no_part_of_its_text(on: Here) -
     )
     assert (await on.client.post("/v1/generate", early)).body["text"] == whole[: at - 1]
     assert (await on.client.post("/v1/generate", late)).body["text"].startswith(whole[:at])
-    streamed = BODY | max_tokens | {"stop": [stop], "stream": True}
-    raw = (await on.client.post("/v1/generate", streamed)).body.decode()
-    *events, done = [json.loads(line[6:]) for line in raw.splitlines() if line[:5] == "data:"]
-    assert "".join(event["text"] for event in events) == whole[:end]
+    streamed = BODY | max_tokens | {"stop": [stop]}
+    *events, (_, done) = await on.client.events("/v1/generate", streamed)
+    assert "".join(event["text"] for _, event in events) == whole[:end]
     assert (done["text"], done["finish_reason"]) == (whole[:end], "stop")
 
 
@@ -73,9 +71,8 @@ async def test_log_probabilities_are_the_same_computed_cached_streamed_and_hande
     for _ in range(2):
         again = (await on.client.post("/v1/generate", asked)).body
         assert again["logprobs"] == found
-    raw = (await on.client.post("/v1/generate", asked | {"stream": True})).body.decode()
-    *events, done = [json.loads(line[6:]) for line in raw.splitlines() if line[:5] == "data:"]
-    assert [one for event in events for one in event["logprobs"]] == found == done["logprobs"]
+    *events, (_, done) = await on.client.events("/v1/generate", asked)
+    assert [one for _, event in events for one in event["logprobs"]] == found == done["logprobs"]
     prefill = {"prompt": BODY["prompt"], "ticket_id": "t", "logprobs": 3}
     assert (await on.client.post("/v1/prefill", prefill)).body["logprobs"] == found[:1]
     decode = (await on.client.post("/v1/decode", prefill | {"max_tokens": 8})).body
@@ -219,16 +216,12 @@ async def test_the_text_of_a_stream_goes_on_in_the_middle_of_a_character(
     on: Here, answered: int, before: str
 ) -> None:
     """Where the prompt's last token, the first byte of two, was answered, its text is still due."""
-    body = {"tokens": [*PROMPT, 0xC3], "max_tokens": 4, "stream": True, "answered_tokens": answered}
-    tokens, pieces, said = list[int](), list[str](), ""
-    async with on.client.session.post(f"{on.client.url}/v1/generate", json=body) as response:
-        async for line in response.content:
-            if line.startswith(b'data: {"tokens"'):
-                event = json.loads(line.removeprefix(b"data: "))
-                tokens += event["tokens"]
-                pieces += event["pieces"]
-                said += event["text"]
+    body = {"tokens": [*PROMPT, 0xC3], "max_tokens": 4, "answered_tokens": answered}
+    *events, _ = await on.client.events("/v1/generate", body)
+    tokens = [token for _, event in events for token in event["tokens"]]
+    pieces = [piece for _, event in events for piece in event["pieces"]]
     assert len(pieces) == 4
+    said = "".join(event["text"] for _, event in events)
     assert said == "".join(pieces) == before + decode_text(tokens)
 
 

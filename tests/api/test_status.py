@@ -109,11 +109,8 @@ async def test_a_node_that_has_not_started_is_alive_and_not_ready() -> None:
 async def test_version_tells_what_two_nodes_must_share() -> None:
     async with here(Role.DECODE, name="d1") as on:
         answer = (await on.client.get("/version")).body
-        assert (answer["version"], answer["name"], answer["role"]) == (
-            tierkv.__version__,
-            "d1",
-            "decode",
-        )
+        assert answer["version"] == tierkv.__version__
+        assert (answer["name"], answer["role"]) == ("d1", "decode")
         assert answer["fingerprint"]["model"] == "tierkv-ref-tiny"
 
 

@@ -7,14 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-import msgspec
 import pytest
 
 from tests.api.guarded import Callers, Guarded, bearer, guarded
 from tests.api.nodes import Answer, Json
 from tests.e2e.exact import truth
 from tests.gateway.scripted import in_front
-from tierkv.client.streams import EventReader
 from tierkv.gateway.settings import GatewaySection, GatewaySettings
 from tierkv.http.callers import RoleName, ticket_name
 from tierkv.refmodel.model import decode
@@ -253,23 +251,16 @@ async def test_asked_again_at_once_or_later_the_work_is_done_once_for_each_tenan
 
 async def test_a_stream_asked_for_again_has_the_same_tokens_and_the_same_end(cast: Cast) -> None:
     async with node(cast) as (on, (one, *_)):
-        body = {"prompt": "hello", "request_id": "s", "max_tokens": 5, "stream": True}
+        body = {"prompt": "hello", "request_id": "s", "max_tokens": 5}
         told = []
         for _ in range(2):
-            events = list(EventReader().feed((await one.post("/v1/generate", body)).body))
-            tokens = [
-                token
-                for event in events
-                if event.name == "tokens"
-                for token in msgspec.json.decode(event.data)["tokens"]
-            ]
-            told.append((tokens, events[-1].name, events[-1].data))
+            *events, end = await on.client.events("/v1/generate", body, headers=one.headers)
+            assert {name for name, _ in events} == {"tokens"}
+            told.append(([token for _, event in events for token in event["tokens"]], end))
         assert told[0] == told[1]
-        assert told[0][0] == list(truth(list(b"hello"), 5).tokens)
-        assert told[0][1] == "done"
         assert on.node.service.stats().requests.admitted_requests == 1
-        plain = await one.post("/v1/generate", body | {"stream": False})
-        assert plain.body == msgspec.json.decode(told[0][2])
+        plain = await one.post("/v1/generate", body)
+        assert told[0] == (list(truth(list(b"hello"), 5).tokens), ("done", plain.body))
 
 
 async def test_work_that_failed_is_done_again(cast: Cast) -> None:
