@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,10 +13,11 @@ import pytest
 from tests.faulty import FaultyStore
 from tests.latch import CopyLatch
 from tests.layouts import LAYOUTS
+from tests.storage.values import TurnedClock
 from tests.stored import stored_keys
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.layout import Layout, layered
-from tierkv.clock import SystemClock
+from tierkv.clock import Clock, SystemClock
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import HostSlots
 from tierkv.storage.codec import HEADER_BYTES
@@ -58,14 +60,18 @@ async def ground(
     *,
     num_slots: int = NUM_SLOTS,
     sends_from_loop: bool = False,
+    clock: Clock | None = None,
+    ttl_s: float | None = None,
 ) -> AsyncIterator[Ground]:
     """A host whose slots 0, 1, 2... hold random blocks of a prompt of `num_tokens`."""
     who = Fingerprint("model", layout)
-    store = Sending(MemoryStore(MemorySettings(capacity_bytes), SystemClock()))
+    store = Sending(MemoryStore(MemorySettings(capacity_bytes), clock or SystemClock()))
     host = CpuDevice(CopyLatch()).allocate_host(layout, num_slots)
     host.array[:] = np.random.default_rng(3).integers(1, 256, host.array.shape, np.uint8)
     names = Names("tierkv", who.short)
-    io = StorageIO(store, names, layout, host, block_ttl_s=None)
+    # Touched at every use that the loop's clock, which counts milliseconds, tells from the last.
+    touches = 1_000_000_000 if ttl_s else 0
+    io = StorageIO(store, names, layout, host, block_ttl_s=ttl_s, touches_per_ttl=touches)
     prompt = Prompt.of(range(num_tokens), layout.block_size)
     store.sends_from_loop = sends_from_loop
     async with store.running(), io.running():
@@ -166,3 +172,25 @@ async def test_a_store_that_fails_or_is_full_says_so_per_block() -> None:  # fau
         assert outcome.status is GetStatus.FAILED
         assert "does not answer" in outcome.reason
         assert here.io.stats.failed_reads == 1
+
+
+async def test_a_tail_that_is_used_is_still_found_when_its_list_would_have_ended() -> None:
+    clock, ttl_s = TurnedClock(), 100.0
+    async with ground(num_tokens=3, clock=clock, ttl_s=ttl_s) as here:
+        [key] = here.keys
+        assert key.tail is not None
+        await here.io.flush([key], ids(0))
+        for _ in range(3):
+            clock.now += 0.6 * ttl_s
+            await asyncio.sleep(0.005)
+            found = await here.io.tails.best(key.tail.parent, key.tail.tokens, b"", "")
+            assert found is not None, "its list has ended"
+            await here.io.fetch([found.key], ids(1))
+            async with asyncio.timeout(10):
+                while await first_end(here) < clock.now + 0.9 * ttl_s:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)  # the store is told in the background
+
+
+async def first_end(here: Ground) -> float:
+    values = (await here.store.list("tierkv", limit=10)).values
+    return min(value.expires_at or 0.0 for value in values)
