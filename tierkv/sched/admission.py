@@ -428,6 +428,7 @@ class Starts:
             self._note(request, match, fetched)
             if passes_by is not None:
                 self._computing.passed_by(passes_by)
+                self._tiers.decisions.recompute_device += 1
         except BaseException:  # a bug
             self._end(request)
             raise
@@ -905,10 +906,6 @@ class Admissions:
         self._over_quota: set[str] = set()  # spaces with a full quota in this round
         self._stuck: Waiting | None = None  # the first in the queue, if it had no room
 
-    @property
-    def is_paused(self) -> bool:
-        return bool(self.pauses)
-
     def admit_now(self, spec: RequestSpec, fetched: Fetched | None) -> Request | None:
         """Admit a request at once, if it need not wait.
 
@@ -975,7 +972,7 @@ class Admissions:
         self._unpark_ready()
         self._over_quota.clear()
         for num_turns in range(max_turns):
-            if self.is_paused:
+            if self.pauses:
                 return num_turns
             waiting = self._next()
             if waiting is None:
@@ -1008,7 +1005,7 @@ class Admissions:
         wait = self._possible_wait(spec, match, waiting.give_up_at)
         if wait is not None and self._computing.is_worth_it(wait):
             self._stats.shared_waits += waiting.give_up_at is None
-            self._computing.waits()
+            self._tiers.decisions.wait_device += 1
             now = asyncio.get_running_loop().time()
             self._line.park(waiting, wait, now, lambda: self._wait_timed_out(waiting))
             return None

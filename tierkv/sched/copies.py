@@ -70,8 +70,13 @@ def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
         The keys, in order; each is computed when it is first read.
     """
     end = match.num_blocks
-    last = index.digests(match.node, end, start=max(end - 1, 0))
-    return KeyRun.of(prompt, last[-1] if last else match.node.space.root_digest, end)
+    return KeyRun.of(prompt, last_digest(index, match.node, end), end)
+
+
+def last_digest(index: Index, node: TreeNode, end: int) -> bytes:
+    """Return the digest of block `end` - 1 of a path, or of its root if there is no such block."""
+    last = index.digests(node, end, start=max(end - 1, 0))
+    return last[-1] if last else node.space.root_digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,10 +91,6 @@ class _Level:
     queues: dict[str, list[int]] = field(default_factory=dict)
     num_passed: int = 0
 
-    @property
-    def is_overdue(self) -> bool:
-        return self.num_passed >= MAX_PASSED_OVER
-
 
 class WaitingLine:
     """The queue of requests that wait for admission.
@@ -218,8 +214,8 @@ class WaitingLine:
         found = {priority: self._firsts(level) for priority, level in self._levels.items()}
         self._levels = {one: level for one, level in self._levels.items() if found[one]}
         order = list(self._levels)
-        if any(level.is_overdue for level in self._levels.values()):  # goes before all others
-            passed = {one: level.num_passed for one, level in self._levels.items()}
+        passed = {one: level.num_passed for one, level in self._levels.items()}
+        if any(count >= MAX_PASSED_OVER for count in passed.values()):  # goes before all others
             order.sort(key=lambda one: -passed[one] if passed[one] >= MAX_PASSED_OVER else 0)
         refused: set[str] = set()
         for priority in order:

@@ -21,7 +21,7 @@ from tierkv.cache.keys import TOKEN_BYTES, Prompt, StoredKey, Tail
 from tierkv.cache.node import Ids, Mask, Space, Tier
 from tierkv.errors import OutOfBlocksError, StoreUnavailableError
 from tierkv.sched.budget import Budget
-from tierkv.sched.copies import GROUP_BLOCKS, Beyond, keys_beyond
+from tierkv.sched.copies import GROUP_BLOCKS, Beyond, keys_beyond, last_digest
 from tierkv.sched.events import CacheEventKind
 from tierkv.sched.log_throttle import LogThrottle
 from tierkv.sched.tiers import Tiers
@@ -86,11 +86,8 @@ class _Group:
     keys: Sequence[StoredKey]
     slots: Ids
     space: Space
-    kept: Mask = field(init=False)
+    kept: Mask
     has_ended: bool = False
-
-    def __post_init__(self) -> None:
-        self.kept = np.zeros(len(self.slots), np.bool_)
 
 
 class FetchGroups:
@@ -173,7 +170,8 @@ class FetchGroups:
                     if await _arrived(before):
                         landed.problem = NO_ROOM
                     return
-                group = _Group(list(keys[at : at + len(slots)]), slots, space)
+                none = np.zeros(len(slots), np.bool_)
+                group = _Group(list(keys[at : at + len(slots)]), slots, space, none)
                 self._tiers.slots.lend(Tier.HOST, slots)
                 coming = tasks.create_task(
                     self._fetch(prompt, landed, group, before, on_arrival),
@@ -299,8 +297,7 @@ class SharedTails:
         if len(wanted) <= here * TOKEN_BYTES:
             return None
         index = self._tiers.index
-        digests = index.digests(cached.node, cached.num_blocks, start=max(cached.num_blocks - 1, 0))
-        parent = digests[-1] if digests else index.spaces.root_of(prompt).space.root_digest
+        parent = last_digest(index, cached.node, cached.num_blocks)
         found = await self._storage.tails.best(
             parent, wanted, prompt.extra(cached.num_blocks), prompt.space, missing=missing
         )

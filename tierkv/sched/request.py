@@ -128,18 +128,10 @@ class Computing:
         prefill: the estimate of computing times, updated when all blocks of a promise are computed.
             No request waits before the engine has reported its speed.
         on_progress: called when blocks that requests wait for were computed, or will not be.
-        decisions: the counts of waits for other requests, to be updated; None to count in a new
-            object.
     """
 
-    def __init__(
-        self,
-        prefill: PrefillSpeed,
-        on_progress: Callable[[], None],
-        decisions: Decisions | None = None,
-    ) -> None:
+    def __init__(self, prefill: PrefillSpeed, on_progress: Callable[[], None]) -> None:
         self.prefill = prefill
-        self._decisions = decisions or Decisions()
         self._on_progress = on_progress
         self._promises: dict[_Key, list[Promise]] = {}
         self._lost = 0  # lost waits in a row
@@ -300,11 +292,6 @@ class Computing:
             wait: the wait that was possible.
         """
         self._skip -= bool(self._skip and wait.is_sooner)
-        self._decisions.recompute_device += 1
-
-    def waits(self) -> None:
-        """Count a request that begins to wait for another request's blocks."""
-        self._decisions.wait_device += 1
 
     def note_wait(self, wait: PromiseWait, waited_s: float, *, was_worth_it: bool) -> None:
         """Record whether a wait for another request's blocks saved time.

@@ -71,7 +71,7 @@ class Scheduler:
         self._is_draining = False
         self._preempted: set[Request] = set()  # until they are resumed or abandoned
         self.loads = HostLoads(tiers)
-        self.computing = Computing(prefill or PrefillSpeed(), self._pump, tiers.decisions)
+        self.computing = Computing(prefill or PrefillSpeed(), self._pump)
         self._starts = Starts(
             tiers,
             self._running,
@@ -151,7 +151,7 @@ class Scheduler:
 
     @property
     def is_paused(self) -> bool:
-        return self._admissions.is_paused
+        return bool(self._admissions.pauses)
 
     def pause(self, *, why: str = "asked") -> None:
         """Stop admissions until `unpause` is called with the same reason `why`.

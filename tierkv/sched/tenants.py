@@ -129,19 +129,18 @@ class Tenants:
             if len(self._by_tenant) - len(self._closing) < self._max_tenants:
                 return
             candidates = list(self._by_tenant)
-        for key in candidates:
-            space = self._by_tenant[key]
+        for space in map(self._by_tenant.__getitem__, candidates):
             if space in self._closing or self._why_not_to_close(space):
                 continue
             if sum(self._index.spaces.root_named(space).space.used) <= _AT_ONCE:
-                self._close(key, space)
+                self._close(space)
             else:
                 self._closing.add(space)
-                self._tiers.work.start(self._close_on(key, space), "tierkv-close", space=space)
+                self._tiers.work.start(self._close_on(space), "tierkv-close", space=space)
             return
         raise OutOfBlocksError("tenants", needed=1, available=0)
 
-    async def _close_on(self, key: tuple[str, str], space: str) -> None:
+    async def _close_on(self, space: str) -> None:
         if space not in self._closing:
             return
         for _ in forgetting(self._tiers, [self._index.spaces.root_named(space)]):
@@ -150,7 +149,7 @@ class Tenants:
                 return
         self._closing.remove(space)
         if not self._why_not_to_close(space):
-            self._close(key, space)
+            self._close(space)
 
     def open(self, fingerprint: Fingerprint, quota: Quota) -> str:
         """Open a space for `fingerprint`, in addition to the service's own space.
@@ -201,9 +200,8 @@ class Tenants:
             BadRequestError: the space is in use or not open; nothing has changed.
         """
         self._check_unused(name)
-        key = next((one for one, space in self._by_tenant.items() if space == name), None)
         self._set_quotas.pop(name, None)
-        return self._close(key, name)
+        return self._close(name)
 
     async def retire(self, name: str) -> int:
         """Close a space: remove its quota, and all of its blocks from device and host.
@@ -249,7 +247,7 @@ class Tenants:
             return "pins or running copies hold some of its blocks"
         return ""
 
-    def _close(self, key: tuple[str, str] | None, name: str) -> int:
+    def _close(self, name: str) -> int:
         root = self._index.spaces.root_named(name)
         before = sum(root.space.used)
         for one in (root, *self._index.spaces.retired(name)):
@@ -260,7 +258,7 @@ class Tenants:
         self.closed.add(name)
         self._on_close(name)
         self._closing.discard(name)
-        if key is not None:
+        for key in [one for one, space in self._by_tenant.items() if space == name]:
             del self._by_tenant[key]
         self._tiers.work.capacity_changed()
         return before
@@ -270,9 +268,9 @@ class Tenants:
         wrong, open_spaces = [], {space.name for space in self._index.spaces.all()}
         if open_spaces != self._fingerprints.keys():
             wrong.append("the open fingerprints differ from the fingerprints of the index")
-        if not self._closing <= set(self._by_tenant.values()) <= open_spaces:
-            wrong.append("a tenant is listed without a fingerprint")
         by_name = set(self._by_tenant.values())
+        if not self._closing <= by_name <= open_spaces:
+            wrong.append("a tenant is listed without a fingerprint")
         if not open_spaces - {DEFAULT} <= by_name | self._set_quotas.keys():
             wrong.append("a fingerprint is listed that was never opened")
         return wrong

@@ -118,17 +118,6 @@ class Slices:
         self._layouts = {part.shard: part.layout for part in self.parts}
         self._digests: dict[Shard, bytes] = {}
 
-    @classmethod
-    def whole(cls, names: Names, layout: Layout, host: HostSlots) -> Slices:
-        """Return the slices of a node with one rank, which stores one value per block.
-
-        Args:
-            names: makes the names in storage of blocks.
-            layout: layout of a block.
-            host: the host slots.
-        """
-        return cls(names, [Slice(Shard(0, 1), layout, host)])
-
     def _can_be(self, size: int) -> bool:
         if self._scheme is None:
             return False
@@ -276,8 +265,7 @@ class TailLists:
         ttl_s: seconds to live of a list; None for as long as the store keeps it.
         stats: counts damaged lists.
         used: called with the names of lists that were used, to renew their time to live.
-        deletions: the deletions of stored values, during which lists are neither read nor written;
-            None for none.
+        deletions: the deletions of stored values, during which lists are neither read nor written.
     """
 
     def __init__(  # noqa: PLR0913 - what a StorageIO has
@@ -289,12 +277,12 @@ class TailLists:
         *,
         ttl_s: float | None,
         stats: StorageStats,
-        used: Callable[[Sequence[str]], object] = lambda _: None,
-        deletions: Deletions | None = None,
+        used: Callable[[Sequence[str]], object],
+        deletions: Deletions,
     ) -> None:
         self._store = store
         self._used = used
-        self._deletions = deletions or Deletions()
+        self._deletions = deletions
         self._names = names
         self._layout = layout
         self._codecs = codecs
@@ -516,7 +504,7 @@ class StorageIO:
         self.store = store
         self.names = names
         self.deletions = deletions or Deletions()
-        self.slices = slices or Slices.whole(names, layout, host)
+        self.slices = slices or Slices(names, [Slice(Shard(0, 1), layout, host)])
         self.stats = StorageStats()
         self._codecs = codecs or (lambda _: _PLAIN)
         self._values = Values(self.slices, self._codec, block_ttl_s)
@@ -819,15 +807,13 @@ class StorageIO:
         with tracing.span("storage.write", blocks=len(keys)):
             async with made_ahead(self._checkers, items):
                 outcomes = await self.store.put(items)
+        answered = list(zip(items, outcomes, strict=True))
+        written = [item for item, outcome in answered if outcome.status is PutStatus.STORED]
+        self.stats.flushed_bytes += sum(item.num_bytes for item in written)
         if self._toucher is not None:
-            answered = zip(items, outcomes, strict=True)
-            self._toucher.wrote(i.name for i, o in answered if o.status is PutStatus.STORED)
-            answered = zip(items, outcomes, strict=True)
-            self._toucher.used(i.name for i, o in answered if o.status is PutStatus.EXISTED)
+            self._toucher.wrote(item.name for item in written)
+        self.used(item.name for item, one in answered if one.status is PutStatus.EXISTED)
         size = self.slices.size
-        for item, outcome in zip(items, outcomes, strict=True):
-            if outcome.status is PutStatus.STORED:
-                self.stats.flushed_bytes += item.num_bytes
         blocks = [
             min(outcomes[at : at + size], key=lambda one: _WORST_PUT.index(one.status))
             for at in range(0, len(outcomes), size)
