@@ -144,9 +144,7 @@ class CacheGroup:
                 wanted = min(length - at * size, size)
                 is_there = valid[at] >= wanted if self.has_prefixes else valid[at] == wanted
                 if not is_there:
-                    length = at * size + (min(valid[at], wanted) if self.has_prefixes else 0)
-                    if not self.has_prefixes and 0 < valid[at] < wanted:
-                        length += valid[at]
+                    length = at * size + (valid[at] if valid[at] < wanted else 0)
                     break
             else:
                 return length

@@ -255,7 +255,6 @@ class Tree:
     """
 
     def __init__(self, spaces: Spaces, block_size: int) -> None:
-        self.block_size = block_size
         self.block_token_bytes = block_size * TOKEN_BYTES
         self._order, self._own_orders = spaces.order, spaces.own_orders
         self._next_uid = 1

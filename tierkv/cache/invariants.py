@@ -17,7 +17,6 @@ from tierkv.cache.node import (
     NO_SLOT,
     BlockPool,
     CopyState,
-    Ids,
     Tier,
     TreeNode,
     child_key,
@@ -48,21 +47,15 @@ def findings(
         wrong += _node_findings(node, index)
     for tier in Tier:
         fit = [copies for node in nodes if (copies := node.copies[tier]).fits(node.num_blocks)]
-        slots = np.concatenate([_EMPTY, *(copies.slots for copies in fit)])
-        owned = np.concatenate([slots[slots != NO_SLOT], _array(owned_elsewhere[tier])])
+        slots = np.concatenate([np.zeros(0, np.int32), *(copies.slots for copies in fit)])
+        elsewhere = np.fromiter(owned_elsewhere[tier], np.int32)
+        owned = np.concatenate([slots[slots != NO_SLOT], elsewhere])
         wrong += pools[tier].findings(owned.tolist())
         for order, space in index.spaces.orders(tier):
             wrong += order.findings([n for n in nodes if space is None or n.space is space])
         wrong += _space_findings(index, nodes, tier)
     wrong += _lease_findings(index, nodes)
     return wrong
-
-
-_EMPTY: Ids = np.zeros(0, np.int32)
-
-
-def _array(slots: Iterable[int]) -> Ids:
-    return np.fromiter(slots, np.int32)
 
 
 def _space_findings(index: Index, nodes: list[TreeNode], tier: Tier) -> list[str]:

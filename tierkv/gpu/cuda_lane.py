@@ -116,7 +116,6 @@ class Pipeline:
         self._staging = DeviceMemory(gpu, capacity)
         # The addresses of a unit's pieces on host and device, and their bytes.
         self._host_column, self._staging_column, self._sizes = (Column(MAX_BLOCKS) for _ in "hst")
-        self._planes = planes
         self._rectangles = planes.rectangles
         narrow = [one for one in planes.rectangles if one.row_bytes < sizes.straight_row]
         narrow_bytes = sum(one.rows * one.row_bytes for one in narrow)
