@@ -74,10 +74,7 @@ def test_each_policy_writes_when_it_says(hits: int, after_hits: int) -> None:
     }
 
 
-def test_only_write_back_writes_on_eviction() -> None:
+def test_only_write_back_writes_on_eviction_and_a_rule_needs_at_least_one_hit() -> None:
     assert [p for p in WritePolicy if WriteRule(p).writes_on_eviction] == [WritePolicy.WRITE_BACK]
-
-
-def test_a_rule_needs_at_least_one_hit() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         WriteRule(WritePolicy.SELECTIVE, 0)

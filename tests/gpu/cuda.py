@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,35 +47,31 @@ def cupy_or_skip() -> ModuleType:
     return module
 
 
-class StreamLatch:
-    """Work submitted to `stream` (CuPy's) after `hold` waits for `release`."""
-
-    def __init__(self, cupy: ModuleType) -> None:
-        self._cupy = cupy
-        self._memory = cupy.cuda.alloc_pinned_memory(4)
-        self._word = np.frombuffer(self._memory, np.int32, 1)
-        self._kernel = cupy.RawKernel(_HOLD, "hold")
-
-    def hold(self, stream: object) -> None:
-        self._word[0] = 0
-        self._kernel((1,), (1,), (np.uint64(self._memory.ptr),), stream=stream)
-
-    def release(self) -> None:
-        self._word[0] = 1
+@cache
+def _hold_kernel(cupy: ModuleType) -> Any:
+    return cupy.RawKernel(_HOLD, "hold")
 
 
 @contextmanager
-def held(cupy: ModuleType, stream: object) -> Iterator[StreamLatch]:
-    """A latch that holds `stream` now, and never longer than the body. Nothing is collected
-    meanwhile: to free GPU memory, of an earlier test say, waits for every kernel, this one too."""
-    latch = StreamLatch(cupy)
+def held(cupy: ModuleType, stream: object) -> Iterator[Callable[[], None]]:
+    """`stream` (CuPy's) does nothing from now on until what is yielded is called, and never longer
+    than the body. Nothing is collected meanwhile: to free GPU memory, of an earlier test say, waits
+    for every kernel, this one too."""
+    memory = cupy.cuda.alloc_pinned_memory(4)
+    word = np.frombuffer(memory, np.int32, 1)
+    word[0] = 0
+
+    def release() -> None:
+        word[0] = 1
+
+    kernel = _hold_kernel(cupy)
     gc.collect()
     gc.disable()
-    latch.hold(stream)
+    kernel((1,), (1,), (np.uint64(memory.ptr),), stream=stream)
     try:
-        yield latch
+        yield release
     finally:
-        latch.release()
+        release()
         gc.enable()
 
 

@@ -107,7 +107,7 @@ def test_an_engine_s_steps_are_ordered_by_its_stream_and_never_wait_for_a_copy(
             for plane, start in zip(LAYOUT.planes, LAYOUT.offsets, strict=True)
         ]
         cupy.cuda.runtime.deviceSynchronize()
-        with held(cupy, stream) as latch, stream:
+        with held(cupy, stream) as release, stream:
             for array, row in zip(planes.arrays, rows, strict=True):
                 array[...] = row  # this step's kernels, which have not run yet
             plan = cache.save("a", prompt, [list(range(SAVED))])
@@ -117,7 +117,7 @@ def test_an_engine_s_steps_are_ordered_by_its_stream_and_never_wait_for_a_copy(
             took_s = time.monotonic() - started
             for _ in range(200):
                 assert ranks.finished() == []
-            latch.release()
+            release()
         until_polled(cache, reporting, "stored")
         until(lambda: cache.lookup("b", prompt) is not None)
         there = list(range(SAVED, 2 * SAVED))
@@ -125,12 +125,12 @@ def test_an_engine_s_steps_are_ordered_by_its_stream_and_never_wait_for_a_copy(
         assert plan is not None
         assert took_s < 0.05
         seen = [cupy.zeros((SAVED, plane.block_bytes), cupy.uint8) for plane in LAYOUT.planes]
-        with held(cupy, stream) as latch, stream:
+        with held(cupy, stream) as release, stream:
             ranks.start_loads(plan)  # after the step, which is held
             started = time.monotonic()
             wait_for_layers(ranks, plan, planes, seen)
             waited_s = time.monotonic() - started
-            latch.release()
+            release()
         assert waited_s < 0.5, "the engine waits on its stream, not on the host"
         until_polled(cache, reporting, "loaded")
         stream.synchronize()

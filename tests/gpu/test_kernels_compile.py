@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from importlib import resources
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 import pytest
 
-KERNELS = ("gather", "scatter", "within")
+ROOT = Path(__file__).parents[2]
 
 
 def nvrtc() -> ctypes.CDLL:
@@ -45,17 +44,21 @@ def compiled(source: bytes, *options: str) -> bytes:
     return code.raw
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_100"])
-def test_kernels_compile_for(arch: str) -> None:
-    source = resources.files("tierkv.gpu").joinpath("csrc/planes.cu").read_bytes()
+@pytest.mark.parametrize(
+    ("file", "arch", "kernels"),
+    [
+        ("tierkv/gpu/csrc/planes.cu", "sm_80", "gather scatter within"),
+        ("tierkv/gpu/csrc/planes.cu", "sm_100", "gather scatter within"),
+        pytest.param(
+            "benchmarks/gpu_decoder.cu",
+            "sm_90",
+            "embed project attend add_mixed gate add_gated choose",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_kernels_compile(file: str, arch: str, kernels: str) -> None:
+    source = (ROOT / file).read_bytes()
     code = compiled(source, f"--gpu-architecture={arch}", "-std=c++17")
-    for kernel in KERNELS:
-        assert kernel.encode() in code
-
-
-@pytest.mark.slow
-def test_the_benchmarks_kernels_compile() -> None:
-    source = (Path(__file__).parents[2] / "benchmarks" / "gpu_decoder.cu").read_bytes()
-    code = compiled(source, "--gpu-architecture=sm_90", "-std=c++17")
-    for kernel in ("embed", "project", "attend", "add_mixed", "gate", "add_gated", "choose"):
+    for kernel in kernels.split():
         assert kernel.encode() in code

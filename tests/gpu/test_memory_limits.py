@@ -27,7 +27,6 @@ MIB = 1 << 20
 
 
 def write(folder: Path, files: Mapping[str, object]) -> None:
-    """Write each text to its file below `folder`."""
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,26 +36,22 @@ def write(folder: Path, files: Mapping[str, object]) -> None:
 def version_2(
     folder: Path, limit: int | str, used: int, of_files: int = 0, high: int | str = "max"
 ) -> None:
-    """Write a memory cgroup of version 2."""
     stat = f"anon {used - of_files}\nactive_file 0\ninactive_file {of_files}"
     files = {"memory.max": limit, "memory.high": high, "memory.current": used, "memory.stat": stat}
     write(folder, files)
 
 
 def version_1(folder: Path, limit: int, used: int, of_files: int = 0) -> None:
-    """Write a memory cgroup of version 1."""
     stat = f"inactive_file 7\ntotal_active_file {of_files}\ntotal_inactive_file 0"
     files = {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used, "memory.stat": stat}
     write(folder, files)
 
 
 def container() -> room.MemoryLimit:
-    """Return the limit of the cgroups."""
     return named("memory of this container")
 
 
 def named(what: str) -> room.MemoryLimit:
-    """Return the limit of that name."""
     [found] = [limit for limit in room.memory_limits() if limit.what == what]
     return found
 

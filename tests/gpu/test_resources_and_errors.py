@@ -108,51 +108,43 @@ def test_a_lane_gives_its_staging_back_when_it_closes_and_not_some_time_later(
 
 
 _BROKEN = r"""
-import numpy as np, cupy, gc
+import numpy as np, cupy
+from tests.gpu.cuda import opened
 from tests.layouts import LAYOUTS
 from tierkv.errors import DeviceFailedError
 from tierkv.gpu.cuda_device import CudaDevice
-from tierkv.gpu.protocol import BlockCopy, Direction
+from tierkv.gpu.protocol import Direction
 
-layout = LAYOUTS["gqa"]
 stream = cupy.cuda.Stream(non_blocking=True)
 device = CudaDevice(compute_stream=stream.ptr)
-planes, host = device.allocate_planes(layout, 8), device.allocate_host(layout, 8)
-lanes = [device.open_lane(d, planes, host) for d in Direction]
-host.array[:] = 7
 ids = np.arange(8, dtype=np.int32)
-wild = cupy.RawKernel('extern "C" __global__ void wild(int* p) { *p = 1; }', "wild")
-wild((1,), (1,), (np.uint64(0x10),), stream=stream)
-written = device.compute_stream
 failures = 0
-try:
-    events = lanes[1].submit(BlockCopy(Direction.OFFLOAD, ids, ids, (written.record(),)))
-    for event in events:
-        try:
-            event.block_until_done(10)
-        except DeviceFailedError as error:
-            assert "restart the process" in str(error), error
-            failures += 1
-except DeviceFailedError:
-    failures += 1
-assert failures, "the error reached nobody"
-assert device.failure is not None
-for lane, direction in zip(lanes, Direction):
+with opened(device, device.allocate_planes(LAYOUTS["gqa"], 8), 8) as on:
+    on.host.array[:] = 7
+    wild = cupy.RawKernel('extern "C" __global__ void wild(int* p) { *p = 1; }', "wild")
+    wild((1,), (1,), (np.uint64(0x10),), stream=stream)
     try:
-        lane.submit(BlockCopy(direction, ids, ids))[-1].block_until_done(10)
+        for event in on.submit(Direction.OFFLOAD, ids, ids, device.compute_stream.record()):
+            try:
+                event.block_until_done(10)
+            except DeviceFailedError as error:
+                assert "restart the process" in str(error), error
+                failures += 1
     except DeviceFailedError:
         failures += 1
-assert failures >= 3, failures
-try:
-    device.copy_blocks(planes, ids[:1], ids[1:2])
-except DeviceFailedError:
-    failures += 1
-assert (host.array == 7).all(), "host memory stays usable"
-for lane in lanes:
-    lane.close()
-host.close()
-planes.close()
-device.close()
+    assert failures, "the error reached nobody"
+    assert device.failure is not None
+    for direction in Direction:
+        try:
+            on.copy(direction, ids, ids)
+        except DeviceFailedError:
+            failures += 1
+    assert failures >= 3, failures
+    try:
+        device.copy_blocks(on.planes, ids[:1], ids[1:2])
+    except DeviceFailedError:
+        failures += 1
+    assert (on.host.array == 7).all(), "host memory stays usable"
 print("closed in order")
 """
 
