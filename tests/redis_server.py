@@ -54,6 +54,15 @@ class RedisServer:
         with redis.Redis(port=self.port, password=self.password, protocol=2) as client:
             return client.execute_command(*command)
 
+    def names(self, pattern: str = "*") -> list[bytes]:
+        found = self.execute("KEYS", pattern)
+        assert isinstance(found, list)
+        return found
+
+    def ttl(self, name: bytes) -> int:
+        """Seconds that `name` still lives: -1 for ever, -2 where it is gone."""
+        return int(str(self.execute("TTL", name)))
+
     def num_connections(self) -> int:
         """How many clients are connected, this question's own not counted. Blocks."""
         with redis.Redis(port=self.port, password=self.password) as client:

@@ -10,20 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from tests.adapters.test_transformers_cache import (
-    ALL,
     LENGTH,
-    MIB,
     generate,
+    over,
     plain,
     prompt_of,
     rows_of,
 )
-from tierkv.adapters.transformers import TierKVCache
 
 
 def main(store: str, output: str) -> None:
     model = plain()
-    with TierKVCache.for_model(model, store, host_bytes=16 * MIB, fetch_policy=ALL) as cache:
+    with over(store, model) as cache:
         tokens = generate(model, prompt_of(LENGTH), past_key_values=cache)
         np.savez(f"{output}.npz", *rows_of(cache))
         hit = asdict(cache.last_hit)

@@ -23,18 +23,15 @@ pytest.importorskip("transformers", reason="needs the transformers extra")
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     DynamicCache,
-    LlamaConfig,
     LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from transformers.generation.streamers import BaseStreamer
 
+from tests.adapters.hf_world import config_of, prompt_of
 from tests.latch import EVERY, CopyLatch
 from tests.redis_proxy import proxy_on_a_thread
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
@@ -63,43 +60,26 @@ ARGUMENT = next(
 )
 Rows = list[np.ndarray]
 LENGTH, NEW = 200, 12  # three full blocks and a tail of 8
-ALL = FetchPolicy.WAIT_COMPLETE  # a tiny model computes faster than a store answers
 MIB = 1 << 20
 
 
 def tiny(kind: str, dtype: torch.dtype, attention: str) -> Any:
     """Return a random model of this kind; its weights are the same in every process."""
     torch.manual_seed(7)
-    torch.set_num_threads(1)
-    common = {
-        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-        "num_attention_heads": 8, "max_position_embeddings": 1024,
-        "initializer_range": 0.3,  # so that the logits depend on the context
-    }  # fmt: skip
-    if kind == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=2))
-    elif kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**common, num_key_value_heads=2, head_dim=16))
-    else:
-        config = DeepseekV3Config(
-            **common, num_key_value_heads=8, moe_intermediate_size=16, n_routed_experts=4,
-            n_group=1, topk_group=1, num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16,
-            qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=10, first_k_dense_replace=1,
-        )  # fmt: skip
-        model = DeepseekV3ForCausalLM(config)
-    model = model.to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(config_of(kind)).to(dtype).eval()
     model.set_attn_implementation(attention)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     return model
 
 
-def prompt_of(length: int, seed: int = 1) -> list[int]:
-    tokens: list[int] = np.random.default_rng(seed).integers(0, 512, length).tolist()
-    return tokens
-
-
 def plain() -> Any:
     return tiny("llama", torch.float32, "sdpa")
+
+
+def over(store: str, model: Any, **more: Any) -> TierKVCache:
+    """A cache that waits for its store: a tiny model computes faster than a store answers."""
+    wait = FetchPolicy.WAIT_COMPLETE
+    return TierKVCache.for_model(model, store, host_bytes=16 * MIB, fetch_policy=wait, **more)
 
 
 def generate(model: Any, prompt: Sequence[int], new: int = NEW, **more: Any) -> list[int]:
@@ -157,7 +137,7 @@ def elsewhere(model: Any, cache: TierKVCache) -> None:
 @pytest.mark.promise("`generate` with a `TierKVCache` yields the model's own tokens and bytes.")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mla"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "deepseek_v3"])
 def test_tokens_and_bytes_are_those_of_the_model_alone(
     kind: str, dtype: torch.dtype, attention: str
 ) -> None:
@@ -315,9 +295,7 @@ def other_process(store: str, output: Path) -> dict[str, Any]:
 def test_a_fresh_process_finds_it_in_the_store(empty_redis: RedisServer, tmp_path: Path) -> None:
     model, prompt = plain(), prompt_of(LENGTH)
     expected = generate(model, prompt)
-    with TierKVCache.for_model(
-        model, empty_redis.url, host_bytes=16 * MIB, fetch_policy=ALL
-    ) as cache:
+    with over(empty_redis.url, model) as cache:
         assert generate(model, prompt, past_key_values=cache) == expected
         rows = rows_of(cache)
     found = other_process(empty_redis.url, tmp_path / "facts")
@@ -327,16 +305,7 @@ def test_a_fresh_process_finds_it_in_the_store(empty_redis: RedisServer, tmp_pat
     for mine, theirs, computed in zip(rows, found["rows"], last, strict=True):
         assert np.array_equal(mine[:, : LENGTH - 1], theirs[:, : LENGTH - 1])
         assert np.array_equal(computed[:, -1], theirs[:, LENGTH - 1])
-    with empty_redis_client(empty_redis) as client:
-        lives = [client.ttl(key) for key in client.scan_iter()]
-    assert lives
-    assert min(lives) > 0, "nothing stays for ever"
-
-
-def empty_redis_client(server: RedisServer) -> Any:
-    import redis  # noqa: PLC0415 - only here
-
-    return redis.Redis(port=server.port, password=server.password)
+    assert min(map(empty_redis.ttl, empty_redis.names())) > 0, "nothing stays for ever"
 
 
 @pytest.mark.promise("Models of other weights, hooks or adapters share no KV.")
@@ -345,15 +314,12 @@ def test_models_of_other_weights_share_nothing(tmp_path: Path) -> None:
     model, other = plain(), plain()
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight[3, 5] += 1.0
-    with TierKVCache.for_model(model, store, host_bytes=16 * MIB, fetch_policy=ALL) as cache:
+    with over(store, model) as cache:
         generate(model, prompt, past_key_values=cache)
-    for one, hits in ((other, False), (plain(), True)):
-        with TierKVCache.for_model(one, store, host_bytes=16 * MIB, fetch_policy=ALL) as cache:
+    for one, tenant, hits in ((other, "", False), (plain(), "", True), (plain(), "other", False)):
+        with over(store, one, tenant=tenant) as cache:
             assert generate(one, prompt, past_key_values=cache) == generate(one, prompt)
             assert bool(cache.last_hit.storage) is hits
-    with TierKVCache.for_model(plain(), store, host_bytes=16 * MIB, tenant="other") as cache:
-        generate(plain(), prompt)
-        assert cache.last_hit == PromptHit()
 
 
 @pytest.mark.promise("Models of other weights, hooks or adapters share no KV.")
@@ -367,10 +333,8 @@ def test_what_an_adapter_of_peft_computes_is_found_only_while_it_does_the_same(
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
     model = peft.get_peft_model(plain(), config).eval()
     model.add_adapter("other", config)
-    prompt, layers = (
-        prompt_of(LENGTH),
-        [one for one in model.modules() if isinstance(getattr(one, "scaling", None), dict)],
-    )
+    prompt = prompt_of(LENGTH)
+    layers = [one for one in model.modules() if isinstance(getattr(one, "scaling", None), dict)]
 
     def scale(factor: float) -> None:
         for layer in layers:
@@ -381,9 +345,7 @@ def test_what_an_adapter_of_peft_computes_is_found_only_while_it_does_the_same(
         right, hits = generate(model, prompt), []
         store = f"file://{tmp_path}/store"
         for _ in range(2):
-            with TierKVCache.for_model(
-                model, store, host_bytes=16 * MIB, fetch_policy=ALL, revision=revision
-            ) as cache:
+            with over(store, model, revision=revision) as cache:
                 assert generate(model, prompt, past_key_values=cache) == right
                 hits.append(cache.last_hit.storage)
         return hits
@@ -413,7 +375,7 @@ def test_hooks_that_may_change_what_is_computed_are_part_of_it(tmp_path: Path) -
     """Such as those that steer a model. What transformers sets to look at states is none."""
     model, prompt = plain(), prompt_of(LENGTH)
     store = f"file://{tmp_path}/store"
-    with TierKVCache.for_model(model, store, host_bytes=16 * MIB, fetch_policy=ALL) as cache:
+    with over(store, model) as cache:
         right = generate(model, prompt, past_key_values=cache)
         model(torch.tensor([prompt]), output_hidden_states=True)
         assert generate(model, prompt, past_key_values=cache) == right
@@ -425,9 +387,7 @@ def test_hooks_that_may_change_what_is_computed_are_part_of_it(tmp_path: Path) -
     steered = generate(model, prompt)
     assert steered != right
     for hits in (0, LENGTH - 1):
-        with TierKVCache.for_model(
-            model, store, host_bytes=16 * MIB, fetch_policy=ALL, revision="steered"
-        ) as cache:
+        with over(store, model, revision="steered") as cache:
             assert generate(model, prompt, past_key_values=cache) == steered
             assert cache.last_hit.storage == hits
     handle.remove()
@@ -449,15 +409,11 @@ def test_a_redis_that_dies_hangs_or_forgets_costs_time_and_no_token() -> None:
     model, texts = plain(), [prompt_of(LENGTH, seed=seed) for seed in range(6)]
     expected = [generate(model, text) for text in texts]
     with redis_server() as server:
-        with TierKVCache.for_model(
-            model, server.url, host_bytes=16 * MIB, fetch_policy=ALL
-        ) as cache:
+        with over(server.url, model) as cache:
             for text, tokens in zip(texts, expected, strict=True):
                 assert generate(model, text, past_key_values=cache) == tokens
         # Nothing on the host; what is in the store goes away in between.
-        with TierKVCache.for_model(
-            model, server.url, host_bytes=16 * MIB, fetch_policy=ALL
-        ) as cache:
+        with over(server.url, model) as cache:
             began = time.monotonic()
             for number, fault in enumerate(
                 [None, lambda: server.execute("FLUSHALL"), server.pause, None, server.kill, None]
@@ -477,12 +433,10 @@ def test_a_redis_that_is_half_a_second_late_costs_time_and_no_token(late: str) -
     model, prompt = plain(), prompt_of(LENGTH)
     expected = generate(model, prompt)
     with redis_server() as server, proxy_on_a_thread(server.port) as proxy:
-        url = server.url.replace(f":{server.port}/", f":{proxy.port}/")
-        assert url != server.url
-        with TierKVCache.for_model(model, url, host_bytes=16 * MIB) as cache:
+        with TierKVCache.for_model(model, proxy.url, host_bytes=16 * MIB) as cache:
             assert generate(model, prompt, past_key_values=cache) == expected
         proxy.delay_s = 0.5 if late == "from the start" else 0.0
-        with TierKVCache.for_model(model, url, host_bytes=16 * MIB) as cache:
+        with TierKVCache.for_model(model, proxy.url, host_bytes=16 * MIB) as cache:
             proxy.delay_s = 0.5
             for text in (prompt, prompt_of(LENGTH, seed=8)):
                 began = time.monotonic()
@@ -541,24 +495,9 @@ def test_generate_does_not_wait_for_what_it_keeps() -> None:
         assert cache.verify() == []
 
 
-def test_a_text_waits_for_no_host_slots_that_the_last_one_lacks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, prompt = plain(), prompt_of(LENGTH)
-    expected = generate(model, prompt)
-    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
-        with monkeypatch.context() as patched:
-            patched.setitem(vars(transformers), "_KEEP_S", 1e6)
-            patched.setattr(vars(cache)["_moves"].engine, "save", lambda *_, **__: None)
-            for _ in range(2):
-                assert generate(model, prompt, past_key_values=cache) == expected
-                elsewhere(model, cache)
-        assert cache.last_hit.computed > 0
-        assert cache.verify() == []
-
-
-def test_what_was_evicted_before_it_could_be_found_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("what", ["got no host slot", "was evicted before it could be found"])
+def test_a_text_does_not_wait_for_what_of_the_last_one(
+    what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompt = plain(), prompt_of(LENGTH)
     expected = generate(model, prompt)
@@ -572,12 +511,17 @@ def test_what_was_evicted_before_it_could_be_found_is_not_waited_for(
             return polled
 
         with monkeypatch.context() as patched:
-            patched.setitem(vars(transformers), "_ANSWER_S", 1e6)
-            patched.setattr(engine, "poll", emptied)
+            if what == "got no host slot":
+                patched.setitem(vars(transformers), "_KEEP_S", 1e6)
+                patched.setattr(engine, "save", lambda *_, **__: None)
+            else:
+                patched.setitem(vars(transformers), "_ANSWER_S", 1e6)
+                patched.setattr(engine, "poll", emptied)
             for _ in range(2):
                 assert generate(model, prompt, past_key_values=cache) == expected
                 elsewhere(model, cache)
-            cache.verify()
+            if what != "got no host slot":
+                cache.verify()  # it has waited for what is kept
         assert cache.verify() == []
 
 
