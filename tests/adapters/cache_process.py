@@ -9,14 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.adapters.test_transformers_cache import (
-    LENGTH,
-    generate,
-    over,
-    plain,
-    prompt_of,
-    rows_of,
-)
+from tests.adapters.hf_world import prompt_of
+from tests.adapters.test_transformers_cache import LENGTH, generate, over, plain, rows_of
 
 
 def main(store: str, output: str) -> None:

@@ -103,9 +103,13 @@ def truth(
     kind: str, prompt: Sequence[int], num_tokens: int, device: str = "cpu"
 ) -> tuple[int, ...]:
     """Return the tokens that `generate` of transformers gives, greedily."""
-    model = alone(kind, device)
+    return generated(alone(kind, device), prompt, num_tokens)
+
+
+def generated(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """Return the tokens that the model's own `generate` gives, greedily."""
     with torch.inference_mode():
-        ids = torch.tensor([list(prompt)], device=device)
+        ids = torch.tensor([list(prompt)], device=model.device)
         found = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
         )

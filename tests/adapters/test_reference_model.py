@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ pytest.importorskip("transformers", reason="needs the transformers extra")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tests.adapters.hf_world import generated
 from tests.models import vocabulary, write_tokenizer
 from tests.refmodel.paged_run import PagedRun
 from tierkv.cache.keys import unpack
@@ -34,27 +34,16 @@ CHAT = [
 ]
 
 
-def greedy(path: Path, tokens: list[int], num_tokens: int, stops: frozenset[int]) -> list[int]:
+def greedy(
+    path: Path, tokens: list[int], num_tokens: int, stops: frozenset[int]
+) -> tuple[int, ...]:
     checkpoint = open_checkpoint(path)
     model = ReferenceModel(checkpoint.config, 16, weights=checkpoint.weights())
     run = PagedRun(model, len(tokens) + num_tokens)
     out = [int(np.argmax(run.feed(tokens)))]
     while len(out) < num_tokens and out[-1] not in stops:
         out.append(int(np.argmax(run.feed(out[-1:]))))
-    return out
-
-
-def generated(model: Any, tokens: list[int], num_tokens: int) -> list[int]:
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        out = model.generate(
-            torch.tensor([tokens]),
-            attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-        )
-    found: list[int] = out[0, len(tokens) :].tolist()
-    return found
+    return tuple(out)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -148,7 +148,33 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+class OwnMemoryLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer of a cache of transformers whose memory exists before the first token."""
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: the memory exists.
+
+        Args:
+            key_states: ignored.
+            value_states: ignored.
+        """
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:  # as older versions call it
+        return -1
+
+
+class PagedLayer(OwnMemoryLayer):
     """A layer of `TierKVCache`: attention gets views of the layer's contiguous device blocks.
 
     Attributes:
@@ -160,14 +186,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             the number of tokens that the layer will then have.
     """
 
-    is_sliding = False
     is_croppable = True
-    is_compileable = False
-    supports_early_init = False
 
     def __init__(self, number: int, wait: Callable[[int, int], None]) -> None:
         super().__init__()
-        self.is_initialized = True
         self.length = 0
         self._number = number
         self._wait = wait
@@ -189,14 +211,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.length = length
         states = self._room.cut(0, length)
         self.keys, self.values = states[self._keys], states[self._values]
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the memory exists before the first token.
-
-        Args:
-            key_states: ignored.
-            value_states: ignored.
-        """
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -237,12 +251,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         return self.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:  # as older versions call it
-        return -1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end.
@@ -611,30 +619,27 @@ class TierKVCache(Cache):  # type: ignore[misc]
             arguments: keyword arguments of the forward pass, made by `prepare`.
         """
         with self._changing():
-            return self._settled(arguments)
-
-    def _settled(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-        self._timer.stop()
-        load, self._load = self._load, None
-        hit, self._hit = self._hit, _NO_HIT
-        if load is None or not self._moves.failed(load):
-            if hit is not _NO_HIT:
-                self.last_hit += hit
-            return None
-        start, ids = self._fed[-1]
-        device = load.valid - start
-        lost = len(ids) - device
-        log.warning(
-            "%d cached tokens did not load: the model computes them", hit.host + hit.storage
-        )
-        self.last_hit += PromptHit(device, 0, 0, lost, "a load failed")
-        self._place(load.valid)
-        given = {**arguments, "input_ids": ids[device:][None]}
-        for name in _BY_POSITION:
-            if (places := given.get(name)) is not None:
-                every = torch.arange(load.valid, load.valid + lost, device=places.device)
-                given[name] = every.expand(*places.shape[:-1], lost)
-        return given
+            self._timer.stop()
+            load, self._load = self._load, None
+            hit, self._hit = self._hit, _NO_HIT
+            if load is None or not self._moves.failed(load):
+                if hit is not _NO_HIT:
+                    self.last_hit += hit
+                return None
+            start, ids = self._fed[-1]
+            device = load.valid - start
+            lost = len(ids) - device
+            log.warning(
+                "%d cached tokens did not load: the model computes them", hit.host + hit.storage
+            )
+            self.last_hit += PromptHit(device, 0, 0, lost, "a load failed")
+            self._place(load.valid)
+            given = {**arguments, "input_ids": ids[device:][None]}
+            for name in _BY_POSITION:
+                if (places := given.get(name)) is not None:
+                    every = torch.arange(load.valid, load.valid + lost, device=places.device)
+                    given[name] = every.expand(*places.shape[:-1], lost)
+            return given
 
     # What is there
 

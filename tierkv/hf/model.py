@@ -83,8 +83,6 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
             raise LayoutError(f"encoder-decoder models cannot be served: {_REMEDY}")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **named)
         found: PreTrainedModel = model.to(device).eval()
-    except TierKVError:
-        raise
     except ImportError as error:
         raise ConfigError(
             f"the model at {str(source)!r} needs a library ({error}): GGUF files need `pip "

@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from transformers import AttentionInterface, Cache
-from transformers.cache_utils import CacheLayerMixin
 
+from tierkv.adapters.transformers import OwnMemoryLayer
 from tierkv.cache.layout import Layout
 from tierkv.errors import LayoutError
 
@@ -204,7 +204,7 @@ class PagedStep:
         self.parts = [_Part(group, block_size, device) for group in groups]
 
 
-class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
+class PlaneLayer(OwnMemoryLayer):
     """The cache of one layer as transformers sees it; the keys and values are in the planes.
 
     Attributes:
@@ -216,19 +216,11 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
         pages: The planes of all layers.
     """
 
-    is_sliding = False
-    is_compileable = False
-    supports_early_init = False
-
     def __init__(self, number: int, pages: Pages) -> None:
         super().__init__()
-        self.is_initialized = True
         self._number = number
         self._pages = pages
         self.given: torch.Tensor | None = None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the planes exist before the first token."""
 
     def update(
         self,
@@ -274,12 +266,6 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:  # the name in older versions
-        return -1
 
 
 class Pages:
