@@ -101,7 +101,7 @@ class TierKVTier(SecondaryTierManager):
         self._asked_by: dict[str, set[OffloadKey]] = {}
         self._to_ask: list[OffloadKey] = []
         self._asked: list[tuple[list[OffloadKey], Future[list[bool]]]] = []
-        self._jobs: dict[int, tuple[TransferJob, list[OffloadKey], Future[list[bool]]]] = {}
+        self._jobs: dict[int, tuple[TransferJob, Future[list[bool]]]] = {}
         log.info("vLLM's chunks are kept in %s", self._storage.url)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -148,18 +148,16 @@ class TierKVTier(SecondaryTierManager):
                 self._verdicts.pop(key, None)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        keys = list(job_metadata.keys)
-        future = self._pages.store(keys, job_metadata.chunk_ids.tolist())
-        self._jobs[job_metadata.job_id] = (job_metadata, keys, future)
+        future = self._pages.store(list(job_metadata.keys), job_metadata.chunk_ids.tolist())
+        self._jobs[job_metadata.job_id] = (job_metadata, future)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        keys = list(job_metadata.keys)
-        future = self._pages.load(keys, job_metadata.chunk_ids.tolist())
-        self._jobs[job_metadata.job_id] = (job_metadata, keys, future)
+        future = self._pages.load(list(job_metadata.keys), job_metadata.chunk_ids.tolist())
+        self._jobs[job_metadata.job_id] = (job_metadata, future)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._collect_answers()
-        done = [job_id for job_id, (_, _, future) in self._jobs.items() if future.done()]
+        done = [job_id for job_id, (_, future) in self._jobs.items() if future.done()]
         return [self._result(*self._jobs.pop(job_id)) for job_id in done]
 
     def has_pending_work(self) -> bool:
@@ -170,7 +168,7 @@ class TierKVTier(SecondaryTierManager):
         return events
 
     def drain_jobs(self) -> None:
-        wait([future for _, _, future in self._jobs.values()])
+        wait([future for _, future in self._jobs.values()])
 
     def shutdown(self) -> None:
         self._storage.close()
@@ -184,9 +182,8 @@ class TierKVTier(SecondaryTierManager):
                 if key in self._verdicts and self._verdicts[key] is None:
                     self._verdicts[key] = answer
 
-    def _result(
-        self, job: TransferJob, keys: list[OffloadKey], future: Future[list[bool]]
-    ) -> JobResult:
+    def _result(self, job: TransferJob, future: Future[list[bool]]) -> JobResult:
+        keys = list(job.keys)
         answers = future.result() if future.exception() is None else [False] * len(keys)
         good = [key for key, is_good in zip(keys, answers, strict=True) if is_good]
         if job.is_promotion:

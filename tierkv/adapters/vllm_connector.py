@@ -329,8 +329,7 @@ class TierKVMetrics(KVConnectorPromMetrics):
             engine_idx: number of the engine.
         """
         for name, count in transfer_stats_data.items():
-            if name in self._counters:
-                self._counters[name][engine_idx].inc(count)
+            self._counters[name][engine_idx].inc(count)
 
 
 class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -383,7 +382,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self.worker.handshake()
+        return self.worker.handshake
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self.worker.before_step(kv_connector_metadata)
@@ -640,7 +639,7 @@ class _SchedulerSide:
         self._align = 1  # tokens between prefixes at which all groups may have a state
         events = config.kv_events_config
         self._publishes_events = events is not None and events.enable_kv_cache_events
-        self._private: OrderedDict[str | int | bytes, None] = OrderedDict()
+        self._private: OrderedDict[ExternalId, None] = OrderedDict()
         self._owners: OrderedDict[ExternalId, str] = OrderedDict()  # by block, its session
         self._adapters = AdapterDigests()
         self._epoch = b""
@@ -776,12 +775,8 @@ class _SchedulerSide:
         if hints is None:
             return False
         num_fetches = count_fetches(hints)
-        for name, count in (
-            ("fetch_hints", num_fetches),
-            ("ignored_hints", len(hints.actions) - num_fetches),
-        ):
-            if count:
-                self._counts[name] += count
+        num_ignored = len(hints.actions) - num_fetches
+        self._counts += Counter(fetch_hints=num_fetches, ignored_hints=num_ignored)
         return num_fetches > 0
 
     def find(self, request: Request, num_computed: int) -> int | None:
@@ -794,15 +789,11 @@ class _SchedulerSide:
             return 0
         if tracked.claims is None and self._has_nothing(tracked, num_computed):
             return 0
-        found = self._lookup(tracked, num_computed)
-        return None if found is None else self._offered(tracked, num_computed, found)
-
-    def _lookup(self, tracked: _Tracked, num_computed: int) -> Found | None:
         found = self._ask(tracked, num_computed)
         if found is None and len(self._tracked) == 1:
-            self.cache.wait_for_lookup(tracked.request.request_id, _ALONE_S)
+            self.cache.wait_for_lookup(request.request_id, _ALONE_S)
             found = self._ask(tracked, num_computed)
-        return found
+        return None if found is None else self._offered(tracked, num_computed, found)
 
     def _ask(self, tracked: _Tracked, num_computed: int) -> Found | None:
         request, prompt = tracked.request, tracked.prompt
@@ -813,7 +804,9 @@ class _SchedulerSide:
             if prompt is None:
                 return None
             if self._publishes_events:
-                names = self._hashes(request, *self._whole(prompt))
+                sizes = [group.block_size for group in self._groups]
+                blocks = [range(-(-wanted // size)) for size in sizes]
+                names = self._hashes(request, blocks, [0] * len(sizes))
             if self._speed is not None:
                 self.cache.note_prefill(*self._speed)
                 self._speed = None
@@ -1235,6 +1228,8 @@ class _SchedulerSide:
             _named(blocks[first:stop], group)
             for group, blocks, first, stop in zip(self._groups, table, firsts, stops, strict=True)
         ]
+        has_use = self._publishes_events or self.cache.sees_host
+        names = self._hashes(tracked.request, ids, firsts) if has_use else ()
         before = self.cache.num_unsaved_blocks
         try:
             plan = self.cache.save(
@@ -1244,7 +1239,7 @@ class _SchedulerSide:
                 firsts,
                 ticket=tracked.publishes,
                 first_tokens=first_tokens,
-                external_ids=self._names(tracked.request, ids, firsts),
+                external_ids=names,
             )
         except DeviceFailedError:  # a rank is lost, and knows it
             return False
@@ -1260,18 +1255,6 @@ class _SchedulerSide:
         else:
             tracked.saved = [max(pair) for pair in zip(firsts, stops, strict=True)]
         return not unsaved
-
-    def _whole(self, prompt: Prompt) -> tuple[list[range], list[int]]:
-        sizes = [group.block_size for group in self._groups]
-        return [range(-(-prompt.num_tokens // size)) for size in sizes], [0] * len(sizes)
-
-    def _names(
-        self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
-    ) -> Sequence[Sequence[ExternalId | None]]:
-        """Return vLLM's block hashes by cache group, or () if nothing would use the hashes."""
-        if self._publishes_events or self.cache.sees_host:
-            return self._hashes(request, block_ids, firsts)
-        return ()
 
     def _hashes(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
@@ -1291,17 +1274,11 @@ class _SchedulerSide:
             ]
             names.append(of_group + [None] * (len(ids) - len(of_group)))
         if self._publishes_events and request.session_id:
-            self._owners.update(
-                dict.fromkeys((name for some in names for name in some if name), request.session_id)
-            )
-            while len(self._owners) > _MAX_PRIVATE:
-                self._owners.popitem(last=False)
+            _remember(self._owners, names, request.session_id)
         if self._publishes_events and (
             request.lora_request or request.cache_salt or request.mm_features
         ):
-            self._private.update(dict.fromkeys(name for some in names for name in some if name))
-            while len(self._private) > _MAX_PRIVATE:
-                self._private.popitem(last=False)
+            _remember(self._private, names, None)
         return names
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -1528,6 +1505,15 @@ class _SchedulerSide:
         self._adapters.close()
 
 
+def _remember(
+    known: OrderedDict[ExternalId, Any], names: Iterable[Iterable[ExternalId | None]], value: object
+) -> None:
+    """Set `value` for these names, and forget the oldest names beyond `_MAX_PRIVATE`."""
+    known.update((name, value) for some in names for name in some if name)
+    while len(known) > _MAX_PRIVATE:
+        known.popitem(last=False)
+
+
 def _packed(tokens: list[int]) -> bytes:
     # NumPy would release the GIL, and wait for another thread to give it back.
     packed = array("I")
@@ -1582,26 +1568,25 @@ class AdapterDigests:
         """
         key = (adapter.lora_name, adapter.lora_path)
         if key not in self._known:
-            self._known[key] = self._reader.submit(_digest_of_adapter, adapter.lora_path)
+            self._known[key] = self._reader.submit(_digest_or_random, *key)
         found = self._known[key]
-        if not found.done():
-            return None
-        error = found.exception()
-        if error is None:
-            return found.result()
-        # A random digest is equal to no other adapter's, so the blocks are not shared.
-        log.warning(
-            "the files of the adapter %r cannot be read, so its blocks are not shared: %s",
-            adapter.lora_name,
-            error,
-        )
-        unique: Future[bytes] = Future()
-        unique.set_result(os.urandom(32))
-        self._known[key] = unique
-        return unique.result()
+        return found.result() if found.done() else None
 
     def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
+
+
+def _digest_or_random(name: str, path: str) -> bytes:
+    """Return the digest of an adapter's files; of unreadable ones, bytes that no other has."""
+    try:
+        return _digest_of_adapter(path)
+    except Exception as error:  # noqa: BLE001 - vLLM's own errors, too
+        log.warning(
+            "the files of the adapter %r cannot be read, so its blocks are not shared: %s",
+            name,
+            error,
+        )
+        return os.urandom(32)
 
 
 def _digest_of_adapter(path: str) -> bytes:
@@ -1667,7 +1652,7 @@ class _WorkerSide:
         self._config = config
         self._kv = kv_cache_config
         self._planes: WorkerPlanes | None = None
-        self._handshake: RankHandshake | None = None
+        self.handshake: RankHandshake | None = None  # None before `register`
         self._loads: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._saves: dict[int, list[str]] = {}  # by plan, the requests that save
         self._num_saves: Counter[str] = Counter()  # running, by request
@@ -1688,12 +1673,9 @@ class _WorkerSide:
             for group in self._kv.kv_cache_groups
             for name in group.layer_names
         }
-        self._handshake = RankHandshake(
+        self.handshake = RankHandshake(
             groups, self._backends(), heads.pop() if len(heads) == 1 else 0
         )
-
-    def handshake(self) -> RankHandshake | None:
-        return self._handshake
 
     def _backends(self) -> str:
         """Return the names that decide the order of bytes in a block.
