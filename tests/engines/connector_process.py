@@ -14,12 +14,14 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgspec
 import torch
 
+from tests.engines.processes import serve, take_stdout
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction
 from tierkv.ranks.link import Plan
@@ -52,6 +54,8 @@ class Driver:
     """Its public methods are the commands; their arguments are the command's other fields."""
 
     def __init__(self, model: str, transfer: dict[str, Any] | None, more: dict[str, Any]) -> None:
+        is_alone = more.pop("is_core_alone", False)  # the core in a process of its own, or in this
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(is_alone))
         from vllm import EngineArgs
         from vllm.config import KVEventsConfig, KVTransferConfig
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -89,16 +93,20 @@ class Driver:
             **(settings | more),
         )
         self.engine = LLMEngine.from_engine_args(arguments)
-        self.core = self.engine.engine_core.engine_core
-        self.scheduler = self.core.scheduler
-        self.connector = self.scheduler.connector
         self.told: Counter[str] = Counter()
         self.events_told: list[dict[str, Any]] = []
-        self.num_preemptions = 0
-        self.num_stale = 0
-        self.num_asked_again = 0
-        self.num_copied = 0
-        self._listen()
+        # preemptions; asked_again: lookups that had no answer yet; copied: blocks given to saves;
+        # stale: those that were saved with other bytes than they had
+        self.seen: Counter[str] = Counter()
+        if is_alone:
+            self.has_requests = self.engine.has_unfinished_requests
+            return
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.has_requests = self.scheduler.has_requests
+        self.connector = self.scheduler.connector
+        if transfer and transfer["kv_connector"] == "TierKVConnector":
+            self._listen()
 
     def _split_prefills(self) -> None:
         """End a Mamba2 prefill's step where its state is kept.
@@ -112,32 +120,28 @@ class Driver:
 
     def _listen(self) -> None:
         """To what the connector tells, to preemptions, and to what is saved."""
-        preempt = self.scheduler._preempt_request  # noqa: SLF001 - nothing public counts them
 
-        def preempted(*given: Any, **more: Any) -> None:
-            self.num_preemptions += 1
-            preempt(*given, **more)
+        def hear(owner: Any, name: str, tell: Callable[[Any], None]) -> None:
+            call = getattr(owner, name)
 
-        self.scheduler._preempt_request = preempted  # noqa: SLF001
-        if self.connector is None:
-            return
-        take = self.connector.get_kv_connector_stats
+            def called(*given: Any, **more: Any) -> Any:
+                answer = call(*given, **more)
+                tell(answer)
+                return answer
 
-        def taken() -> Any:
-            stats = take()
-            if stats is not None:
-                self.told.update(stats.data)
-            return stats
+            setattr(owner, name, called)
 
-        self.connector.get_kv_connector_stats = taken
-        find = self.connector.get_num_new_matched_tokens
+        def hear_stats(stats: Any) -> None:
+            self.told.update(stats.data if stats else {})
 
-        def found(*given: Any) -> Any:
-            answer = find(*given)
-            self.num_asked_again += answer[0] is None
-            return answer
-
-        self.connector.get_num_new_matched_tokens = found
+        # Nothing public counts preemptions.
+        hear(self.scheduler, "_preempt_request", lambda _: self.seen.update(preemptions=1))
+        hear(self.connector, "get_kv_connector_stats", hear_stats)
+        hear(
+            self.connector,
+            "get_num_new_matched_tokens",
+            lambda answer: self.seen.update(asked_again=answer[0] is None),
+        )
         take_events = self.connector.take_events
 
         def events() -> Any:
@@ -176,7 +180,7 @@ class Driver:
                 for group, blocks, slots in plan.parts()
                 for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True)
             ]
-            self.num_copied += len(expected[plan.number])
+            self.seen["copied"] += len(expected[plan.number])
             start(plan, *after)
 
         def over() -> Any:
@@ -184,7 +188,7 @@ class Driver:
             for report in reports:
                 for group, slot, right in expected.pop(report.number, ()):
                     is_stale = hosts[group].array[slot].tobytes() != right
-                    self.num_stale += report.problem is None and is_stale
+                    self.seen["stale"] += report.problem is None and is_stale
             return reports
 
         planes.start_saves, planes.finished = started, over
@@ -192,17 +196,8 @@ class Driver:
     def groups(self) -> list[str]:
         return [group.kind.value for group in self.connector.scheduler.cache.groups]
 
-    def asked_again(self) -> int:
-        """How often the connector had no answer yet."""
-        return self.num_asked_again
-
-    def copied_blocks(self) -> int:
-        """How many blocks were given to saves."""
-        return self.num_copied
-
-    def stale_saves(self) -> int:
-        """How many blocks were saved with other bytes than they had."""
-        return self.num_stale
+    def num(self, of: str) -> int:
+        return self.seen[of]
 
     def generate(
         self, requests: list[dict[str, Any]], aborts: dict[str, int] | None = None
@@ -240,7 +235,7 @@ class Driver:
         left = dict(aborts or {})
         steps = 0
         deadline = time.monotonic() + PATIENCE_S
-        while self.scheduler.has_requests():
+        while self.has_requests():
             for name in [name for name, at in left.items() if at <= steps]:
                 self.engine.abort_request([name])
                 del left[name]
@@ -257,7 +252,7 @@ class Driver:
             if not outputs:
                 time.sleep(0.001)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"after {steps} steps: {self.scheduler.requests}")
+                raise TimeoutError(f"after {steps} steps: {sorted(answers)} alone are over")
         return {"answers": answers, "steps": steps}
 
     def blocks(self, tokens: list[int]) -> list[str | None]:
@@ -341,9 +336,6 @@ class Driver:
         found = self.engine.get_metrics()
         return {one.name: one.value for one in found if hasattr(one, "value")}
 
-    def preemptions(self) -> int:
-        return self.num_preemptions
-
     def reset(self) -> bool:
         return bool(self.scheduler.reset_prefix_cache(reset_connector=True))
 
@@ -364,18 +356,11 @@ class Driver:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")  # vLLM prints to stdout
-    os.dup2(2, 1)
+    answers = take_stdout()
     model, transfer, more = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
     driver = Driver(model, transfer, more)
-    answers.write("ready\n")
-    answers.flush()
-    for line in sys.stdin:
-        command = json.loads(line)
-        result = getattr(driver, command.pop("do"))(**command)
-        answers.write(json.dumps(result) + "\n")
-        answers.flush()
-    driver.core.shutdown()
+    serve(answers, lambda command: getattr(driver, command.pop("do"))(**command))
+    driver.engine.engine_core.shutdown(30.0)  # after 5 s vLLM would kill its core
 
 
 if __name__ == "__main__":

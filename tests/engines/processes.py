@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from tests.embed.engine import until
+import pytest
 
-_HERE = Path(__file__).parent
+_ROOT = Path(__file__).parents[2]
+
+
+def needs(*modules: str) -> None:
+    """Skip all tests of a file where one of these modules is not installed."""
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(
+                f"{name} is not installed (./scripts/test --engines)", allow_module_level=True
+            )
+
+
+def take_stdout() -> TextIO:
+    """In an engine's process: the pipe to the test. Engines print to stdout, now stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return answers
+
+
+def serve(answers: TextIO, answer: Callable[[Any], object]) -> None:
+    """In an engine's process: say that it is ready, and answer the questions of the test."""
+    answers.write("ready\n")
+    answers.writelines(json.dumps(answer(json.loads(line))) + "\n" for line in sys.stdin)
 
 
 class EngineProcess:
     """A process that answers questions, a line of JSON each."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def line(self) -> str:
         assert self.process.stdout is not None
@@ -36,52 +59,39 @@ class EngineProcess:
         self.process.stdin.flush()
         return json.loads(self.line())
 
+    def end(self) -> int:
+        """Its exit status, since there are no more questions."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(60)
 
-@contextmanager
-def process(
-    script: str,
-    path: str,
-    config: dict[str, object] | None,
-    *more: str,
-    in_process: bool = True,
-    sockets: Path | None = None,
-    num_blocks: int = 256,
-    ends: int = 0,
-) -> Iterator[EngineProcess]:
-    """sockets: the directory for the ranks' socket. ends: with this status, and leaves nothing if
-    it is 0."""
+    def kill(self) -> None:
+        with self.process:
+            self.process.kill()
+
+
+def vllm_environment() -> dict[str, str]:
+    """Of a vLLM on a processor, which finds this checkout and asks nobody for models."""
     threads = Path(sys.prefix).glob("lib/python*/site-packages/**/libiomp5.so")
-    environment = os.environ | {
+    return os.environ | {
         "LD_PRELOAD": next((str(found) for found in threads), ""),
-        "PYTHONPATH": str(_HERE.parent.parent),
+        "PYTHONPATH": str(_ROOT),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "OMP_NUM_THREADS": "1",
-        "TEST_GPU_BLOCKS": str(num_blocks),
     }
-    command = [sys.executable, str(_HERE / script), path, json.dumps(config), *more]
-    before = set(os.listdir("/dev/shm"))
-    own = str(sockets or tempfile.mkdtemp(prefix="tierkv-test-"))
-    environment["TMPDIR"] = own
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as popen:
-        try:
-            yield EngineProcess(popen)
-            assert popen.stdin is not None
-            popen.stdin.close()
-            assert popen.wait(60) == ends
-        finally:
-            popen.kill()
-    until(lambda: not orphans(before), "shared memory is left behind")
-    assert len(list(Path(own).glob("*.sock"))) == (1 if ends else 0)
-    if sockets is None:
-        shutil.rmtree(own)
+
+
+def third_level(url: str, **more: object) -> dict[str, object]:
+    """SGLang's extra config for a tierkv store, as in docs/sglang.md."""
+    return {
+        "backend_name": "tierkv",
+        "module_path": "tierkv.adapters.sglang",
+        "class_name": "TierKVHiCache",
+        "interface_v1": 1,
+        "store": url,
+    } | more
 
 
 def orphans(before: set[str]) -> set[str]:
@@ -93,4 +103,4 @@ def orphans(before: set[str]) -> set[str]:
                 line.rsplit("/", 1)[1] for line in maps.read_text().splitlines() if "/shm/" in line
             )
     left = set(os.listdir("/dev/shm")) - before - mapped
-    return {name for name in left if not name.startswith("sglang")}
+    return {name for name in left if not name.startswith("sgl")}

@@ -9,13 +9,13 @@ greedy tokens, and how many of its own came from the device, the host and storag
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
 from typing import Any
 
 from tests.engines import sglang_on_cpu  # also in the engine's own processes, which import this
+from tests.engines.processes import serve, take_stdout
 from tierkv.adapters.sglang import TierKVHiCache
 
 __all__ = ["Zeroing", "sglang_on_cpu"]
@@ -39,8 +39,7 @@ def _from(meta: dict[str, Any]) -> list[int]:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")  # SGLang prints to stdout
-    os.dup2(2, 1)
+    answers = take_stdout()
     import sglang
 
     engine = sglang.Engine(
@@ -59,30 +58,25 @@ def main() -> None:
     sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
     def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
-        prompts = question["prompts"]
+        while question.get("flushes") and not engine.flush_cache().success:
+            time.sleep(0.05)  # what was stored last is still on its way
+        prompts, rids = question["prompts"], None
+        aborter = threading.Timer(question.get("aborts", 0), engine.tokenizer_manager.abort_request,
+                                  kwargs={"abort_all": True})  # fmt: skip
+        if question.get("aborts"):
+            rids = [f"r{n}" for n in range(len(prompts))]
+            aborter.start()
         salts = [question["salt"]] * len(prompts) if question.get("salt") else None
-        rids = [f"r{n}" for n in range(len(prompts))] if question.get("aborts") else None
         outputs = engine.generate(
             input_ids=prompts, sampling_params=sampling, cache_salt=salts, rid=rids
         )
+        aborter.cancel()
         return [
             {"tokens": output["output_ids"], "from": _from(output["meta_info"])}
             for output in outputs
         ]
 
-    answers.write("ready\n")
-    answers.flush()
-    for line in sys.stdin:
-        question = json.loads(line)
-        while question.get("flushes") and not engine.flush_cache().success:
-            time.sleep(0.05)  # what was stored last is still on its way
-        aborter = threading.Timer(question.get("aborts", 0), engine.tokenizer_manager.abort_request,
-                                  kwargs={"abort_all": True})  # fmt: skip
-        if question.get("aborts"):
-            aborter.start()
-        answers.write(json.dumps(ask(question) if question["prompts"] else []) + "\n")
-        answers.flush()
-        aborter.cancel()
+    serve(answers, ask)
     engine.shutdown()
 
 

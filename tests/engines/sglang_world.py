@@ -26,6 +26,7 @@ from typing import Any, Self
 import numpy as np
 
 from tests.engines import no_torchvision
+from tests.engines.processes import third_level
 
 no_torchvision.install()
 
@@ -164,13 +165,7 @@ class World:
             for name, pool in self.pools.items()
         ]
         self._model = model
-        self._settings = {
-            "backend_name": "tierkv",
-            "module_path": "tierkv.adapters.sglang",
-            "class_name": "TierKVHiCache",
-            "interface_v1": 1,
-            "store": url,
-        } | extra
+        self._settings = third_level(url, **extra)
         self.controller = HybridCacheController(
             SimpleNamespace(get_kvcache=lambda: device), HostPoolGroup(entries), PAGE, group,
             threading.Event(), io_backend="direct", enable_storage_metrics=True,
@@ -218,11 +213,17 @@ class World:
         return list(get_storage_hash_str(key, None, page_size=PAGE))
 
     def _transfers(self, hashes: Sequence[str]) -> list[PoolTransfer]:
-        """What a model of this kind needs beside KV."""
+        """What a model of this kind needs beside KV, with slots where they are not KV's."""
         if self.kind == "hybrid":
+            needed = {PoolName.SWA: hashes[-self.window :], PoolName.MAMBA: hashes[-1:]}
             return [
-                PoolTransfer(PoolName.SWA, keys=list(hashes[-self.window :]), hit_policy=LAST),
-                PoolTransfer(PoolName.MAMBA, keys=list(hashes[-1:]), hit_policy=LAST),
+                PoolTransfer(
+                    name,
+                    self.pools[name].alloc(len(keys) * self.pools[name].page_size),
+                    keys=list(keys),
+                    hit_policy=LAST,
+                )
+                for name, keys in needed.items()
             ]
         return [
             PoolTransfer(name, indices_from_pool=PoolName.KV, hit_policy=ALL)
@@ -236,36 +237,22 @@ class World:
         """Store the prompt's pages out of slots that are taken for it; which, and how many tokens
         SGLang was told are stored."""
         hashes = self.hashes(tokens, **namespace)
-        slots, transfers = self._take(hashes)
-        key = radix_key(tokens, **namespace)
-        self.controller.write_storage(
-            slots[PoolName.KV], key, hash_value=hashes, extra_pools=transfers
-        )
-        done = self.controller.ack_backup_queue.get(timeout=DEADLINE_S)
-        return slots, done.completed_tokens
-
-    def _take(
-        self, hashes: Sequence[str]
-    ) -> tuple[dict[PoolName, torch.Tensor], list[PoolTransfer] | None]:
         slots = {PoolName.KV: self.pools[PoolName.KV].alloc(len(hashes) * PAGE)}
         assert slots[PoolName.KV] is not None, "the world is too small for its test"
         transfers = self._transfers(hashes)
         for transfer in transfers:
-            if transfer.indices_from_pool is not None:
-                slots[transfer.name] = slots[PoolName.KV]
-            else:
-                pool = self.pools[transfer.name]
-                transfer.host_indices = pool.alloc(len(transfer.keys) * pool.page_size)
+            slots[transfer.name] = slots[PoolName.KV]
+            if transfer.host_indices is not None:
                 slots[transfer.name] = transfer.host_indices
-        return slots, transfers or None
+        key = radix_key(tokens, **namespace)
+        self.controller.write_storage(
+            slots[PoolName.KV], key, hash_value=hashes, extra_pools=transfers or None
+        )
+        done = self.controller.ack_backup_queue.get(timeout=DEADLINE_S)
+        return slots, done.completed_tokens
 
     def begin_prefetch(self, name: str, tokens: Sequence[int], **namespace: str) -> Any:
-        hashes = self.hashes(tokens, **namespace)
-        transfers = self._transfers(hashes)
-        for transfer in transfers:
-            if transfer.indices_from_pool is None:
-                pool = self.pools[transfer.name]
-                transfer.host_indices = pool.alloc(len(transfer.keys) * pool.page_size)
+        transfers = self._transfers(self.hashes(tokens, **namespace))
         return self.controller.prefetch(
             CacheRequestHandle(name, 0), radix_key(tokens, **namespace), extra_pools=transfers
         )

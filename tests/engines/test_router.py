@@ -8,14 +8,10 @@ small model of random weights and few GPU blocks, so that a prompt soon lies on 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import os
-import random
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,16 +19,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.processes import needs, vllm_environment
 from tests.redis_server import free_port, redis_server
 
-if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm_router") is None:
-    pytest.skip("vLLM and its router are not installed", allow_module_level=True)
+needs("vllm", "vllm_router")
 
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.engines.test_vllm_connector import prompt as tokens_of
+from tests.engines.test_vllm_connector import transfer
 
 pytestmark = [pytest.mark.timeout(600)]
 
-_ROOT = Path(__file__).parents[2]
 _BLOCK = 32
 _NUM_GPU_BLOCKS = 24  # two prompts of these tests
 _PROMPT = 9 * _BLOCK + 10  # tokens, with a partial last block
@@ -70,17 +66,14 @@ def complete(url: str, prompt: list[int]) -> list[str]:
 
 
 def prompt(seed: int) -> list[int]:
-    return random.Random(seed).choices(range(5, 500), k=_PROMPT)
+    return tokens_of(seed, _PROMPT)
 
 
 def _until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     end = time.monotonic() + _START_S
     while time.monotonic() < end:
         assert process.poll() is None, log.read_text()[-3000:]
-        with (
-            contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError),
-            urllib.request.urlopen(f"{url}/health", timeout=2),
-        ):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
             return
         time.sleep(0.5)
     pytest.fail(log.read_text()[-3000:])
@@ -89,19 +82,10 @@ def _until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> Non
 @contextlib.contextmanager
 def _running(name: str, folder: Path, *arguments: str, url: str) -> Iterator[None]:
     """A module of Python as a process, from its first healthy answer on."""
-    threads = Path(sys.prefix).glob("lib/python*/site-packages/**/libiomp5.so")
-    environ = os.environ | {
-        "LD_PRELOAD": next((str(found) for found in threads), ""),
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
     log = folder / f"{name}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", *arguments], env=environ, stdout=out, stderr=out
+            [sys.executable, "-m", *arguments], env=vllm_environment(), stdout=out, stderr=out
         )
     try:
         _until_healthy(url, process, log)
@@ -121,11 +105,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(folder: Path) -> Iterator[list[Server]]:
+def servers(model: str, folder: Path) -> Iterator[list[Server]]:
     """Two servers of vLLM on one store."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    model = save_tiny_llama(folder / "model", "bfloat16", positions=1024)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*letters, *(f"<{at}>" for at in range(512 - len(letters)))]
     tokenizer = Tokenizer(models.BPE(vocab={w: at for at, w in enumerate(words)}, merges=[]))
@@ -137,17 +120,6 @@ def servers(folder: Path) -> Iterator[list[Server]]:
     with redis_server() as redis, contextlib.ExitStack() as stack:
         made = [Server(free_port(), free_port(), free_port()) for _ in range(2)]
         for at, server in enumerate(made):
-            transfer = {
-                "kv_connector": "TierKVConnector",
-                "kv_connector_module_path": "tierkv.adapters.vllm",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {
-                    "store": redis.url,
-                    "host_bytes": 64 << 20,
-                    "fetch_policy": "wait_complete",
-                },
-            }
             events = {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
@@ -157,7 +129,7 @@ def servers(folder: Path) -> Iterator[list[Server]]:
             arguments = ["--model", model, "--served-model-name", "m", "--port", str(server.port)]
             arguments += ["--block-size", str(_BLOCK), "--max-model-len", "512", "--enforce-eager"]
             arguments += ["--num-gpu-blocks-override", str(_NUM_GPU_BLOCKS)]
-            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+            arguments += ["--kv-transfer-config", json.dumps(transfer(redis.url))]
             arguments += ["--kv-events-config", json.dumps(events)]
             module = "vllm.entrypoints.openai.api_server"
             running = _running(f"server{at}", folder, module, *arguments, url=server.url)

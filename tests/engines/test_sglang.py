@@ -6,21 +6,16 @@ brought into another pool as another process would have it: to the byte.
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
+from tests.engines.processes import needs, third_level
+from tests.redis_server import RedisServer
 
-from tests.redis_server import RedisServer, empty_redis, module_redis
-
-__all__ = ["empty_redis", "module_redis"]
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("SGLang is not installed (./scripts/test --engines)", allow_module_level=True)
+needs("sglang")
 
 from tests.engines.sglang_world import (
     PAGE,
@@ -44,13 +39,6 @@ KEYS = [f"{n:064x}" for n in range(8)]
 def config(
     url: str, *, rank: int = 0, size: int = 1, lcm: int = 0, **extra: object
 ) -> HiCacheStorageConfig:
-    settings = {
-        "backend_name": "tierkv",
-        "module_path": "tierkv.adapters.sglang",
-        "class_name": "TierKVHiCache",
-        "interface_v1": 1,
-        "store": url,
-    }
     return HiCacheStorageConfig(
         tp_rank=rank,
         tp_size=size,
@@ -64,7 +52,7 @@ def config(
         model_name="llama",
         tp_lcm_size=lcm or None,
         should_split_heads=lcm > size,
-        extra_config=settings | extra,
+        extra_config=third_level(url, **extra),
     )
 
 
@@ -96,33 +84,26 @@ def indices(*pages: int) -> torch.Tensor:
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
 
-def test_pages_go_wherever_sglang_says_and_nowhere_else(empty_redis: RedisServer) -> None:
-    first, second = filled(host_mha("page_first_direct")), host_mha("page_first_direct")
-    with backend(config(empty_redis.url), first) as one:
+def test_pages_of_keys_and_values_go_wherever_sglang_says_and_nowhere_else(
+    empty_redis: RedisServer,
+) -> None:
+    """Keys and values of different widths."""
+    pools = [host_mha("page_first_direct", device=device_mha(value_width=8)) for _ in range(2)]
+    filled(pools[0])
+    with backend(config(empty_redis.url), pools[0]) as one:
         assert one.batch_exists(KEYS) == 0
         assert one.batch_set_v1(KEYS, indices(*range(8, 16))) == [True] * 8
-    with backend(config(empty_redis.url), second) as other:
+    with backend(config(empty_redis.url), pools[1]) as other:
         assert other.batch_exists([*KEYS, "f" * 64]) == 8
         assert other.exists(KEYS[3])
         asked = [KEYS[5], "f" * 64, KEYS[0]]
         assert other.batch_get_v1(asked, indices(3, 9, 20)) == [True, False, True]
-    assert same(second.get_data_page(3 * PAGE), first.get_data_page(13 * PAGE))
-    assert same(second.get_data_page(20 * PAGE), first.get_data_page(8 * PAGE))
-    assert not second.get_data_page(4 * PAGE).any()
-
-
-def test_keys_and_values_may_differ_in_width(empty_redis: RedisServer) -> None:
-    pools = [host_mha("page_first_direct", device=device_mha(value_width=8)) for _ in range(2)]
-    filled(pools[0])
-    with backend(config(empty_redis.url), pools[0]) as one:
-        assert one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8
-    with backend(config(empty_redis.url), pools[1]) as other:
-        assert other.batch_get_v1(KEYS, indices(*range(8, 16))) == [True] * 8
     keys, values = memories(pools[1])
     assert len(keys) == 2 * len(values)
     for mine, theirs in zip(memories(pools[1]), memories(pools[0]), strict=True):
         mine_pages, their_pages = (m.reshape(pools[0].page_num, -1) for m in (mine, theirs))
-        assert (mine_pages[8:16] == their_pages[:8]).all()
+        assert (mine_pages[[3, 20]] == their_pages[[13, 8]]).all()
+        assert not np.delete(mine_pages, [3, 20], axis=0).any()
 
 
 def test_another_number_of_ranks_finds_pages_that_are_split_by_heads(

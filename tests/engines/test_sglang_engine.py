@@ -7,28 +7,24 @@ and host is a stand-in (`sglang_on_cpu`), the rest is SGLang's.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.processes import EngineProcess
-from tests.engines.tiny_llama import save_tiny_llama
-from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
+from tests.engines import processes
+from tests.engines.processes import EngineProcess, needs
+from tests.engines.tiny_models import save_tiny
+from tests.redis_server import RedisServer, redis_server
 
-__all__ = ["empty_redis", "module_redis"]
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("SGLang is not installed (./scripts/test --engines)", allow_module_level=True)
+needs("sglang")
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -40,19 +36,12 @@ Answers = list[dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_llama(tmp_path_factory.mktemp("model"), "float32", positions=2048)
+    return save_tiny("llama", tmp_path_factory.mktemp("model"), "float32")
 
 
 def third_level(url: str, **more: object) -> dict[str, object]:
     """SGLang's arguments for a tierkv store below its host memory."""
-    extra = {
-        "backend_name": "tierkv",
-        "module_path": "tierkv.adapters.sglang",
-        "class_name": "TierKVHiCache",
-        "interface_v1": 1,
-        "store": url,
-        "prefetch_threshold": _PAGE,
-    }
+    extra = processes.third_level(url, prefetch_threshold=_PAGE, **more)
     return {
         "enable_hierarchical_cache": True,
         "hicache_ratio": 1.1,
@@ -61,7 +50,7 @@ def third_level(url: str, **more: object) -> dict[str, object]:
         "hicache_write_policy": "write_through",
         "hicache_storage_backend": "dynamic",
         "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend_extra_config": json.dumps(extra | more),
+        "hicache_storage_backend_extra_config": json.dumps(extra),
     }
 
 
@@ -73,36 +62,26 @@ class Engine(EngineProcess):
 @contextmanager
 def engines(model: str, *arguments: dict[str, object]) -> Iterator[list[Engine]]:
     """Started together, since most of a start is waiting for imports."""
-    environment = os.environ | {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1"}
-    environment |= {"PYTHONFAULTHANDLER": "1"}
     cores = sorted(os.sched_getaffinity(0))
-    environment |= {
+    environment = os.environ | {
+        "PYTHONPATH": str(_ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",  # of two ranks
     }
-    with ExitStack() as stack:
-        running = []
-        for mine in arguments:
-            given = {"max_total_tokens": 2048, "chunked_prefill_size": 256} | mine
-            command = [sys.executable, "-m", "tests.engines.sglang_process", model]
-            process = stack.enter_context(
-                subprocess.Popen(
-                    [*command, json.dumps(given)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env=environment,
-                )
-            )
-            stack.callback(process.kill)
-            running.append(Engine(process))
+    command = [sys.executable, "-m", "tests.engines.sglang_process", model]
+    sizes: dict[str, object] = {"max_total_tokens": 2048, "chunked_prefill_size": 256}
+    running = [Engine([*command, json.dumps(sizes | mine)], environment) for mine in arguments]
+    try:
         for one in running:
             assert one.line() == "ready\n"
         yield running
         for one in running:
-            assert one.process.stdin is not None
-            one.process.stdin.close()
-            one.process.wait(60)
+            one.end()
+    finally:
+        for one in running:
+            one.kill()
 
 
 def prompt(seed: int, num_tokens: int) -> Prompt:
@@ -153,9 +132,7 @@ def test_tokens_are_sglangs_own_through_a_fresh_process_and_fifty_requests_under
         again = first.ask(PROMPTS, flushes=True)
         assert tokens(again) == alone[0]
         assert from_storage(again) > 1000
-    keys = empty_redis.execute("KEYS", "*")
-    assert isinstance(keys, list)
-    assert all(int(str(empty_redis.execute("TTL", key))) > 0 for key in keys)
+    assert min(map(empty_redis.ttl, empty_redis.names())) > 0
     control = {"class_name": "Zeroing", "module_path": "tests.engines.sglang_process"}
     with engines(model, mine, third_level(empty_redis.url, **control)) as (fresh, zeroing):
         answers = fresh.ask(PROMPTS)
@@ -185,9 +162,7 @@ def test_a_store_that_dies_hangs_forgets_or_is_damaged_costs_no_token(
     with redis_server() as server, engines(model, third_level(server.url)) as (engine,):
         assert tokens(engine.ask(PROMPTS)) == alone[0]
         wait_until_stored(server, PROMPTS)
-        keys = server.execute("KEYS", "*")
-        assert isinstance(keys, list)
-        for key in keys:
+        for key in server.names():
             server.execute("SETRANGE", key, 300, bytes(200))
         damaged = engine.ask(PROMPTS, flushes=True)
         assert tokens(damaged) == alone[0]

@@ -7,10 +7,14 @@ blocks cannot be seen in tokens (keys carry their positions), so blocks are comp
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
+import random
+import shutil
 import signal
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,20 +23,17 @@ from typing import Any
 
 import pytest
 
+from tests.engines.processes import EngineProcess, needs, orphans, vllm_environment
 from tests.redis_proxy import proxy_on_a_thread
-from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
+from tests.redis_server import RedisServer, redis_server
 
-__all__ = ["empty_redis", "model", "module_redis"]
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed (./scripts/test --engines)", allow_module_level=True)
+needs("vllm")
 
 from vllm.lora.request import LoRARequest
 
 from tests.embed.engine import until
 from tests.embed.test_external import node
-from tests.engines.processes import EngineProcess, process
-from tests.engines.test_vllm import model, prompt
+from tests.engines.tiny_models import save_tiny
 from tierkv.adapters.vllm_connector import AdapterDigests, ConnectorSettings
 from tierkv.config import from_mapping
 from tierkv.errors import ConfigError
@@ -40,10 +41,14 @@ from tierkv.storage.codec import HEADER_BYTES, PlainCodec, ValueIdentity
 
 pytestmark = [pytest.mark.timeout(600)]
 
-_HERE = Path(__file__).parent
 _BLOCK = 32
 Prompt = list[int]
 Requests = list[dict[str, Any]]
+
+
+def prompt(seed: int, num_tokens: int) -> Prompt:
+    draws = random.Random(seed)
+    return [draws.randrange(500) for _ in range(num_tokens)]
 
 
 def transfer(store: str = "", role: str = "kv_both", **more: object) -> dict[str, object]:
@@ -71,35 +76,64 @@ class Engine(EngineProcess):
         assert isinstance(answers, dict)
         return answers
 
-    def tokens(self, prompts: Sequence[Prompt], name: str = "r", **more: object) -> list[Prompt]:
-        answers = self.generate(named(prompts, name, **more))
-        return [answers[f"{name}{at}"]["tokens"] for at in range(len(prompts))]
+    def answers(self, prompts: Sequence[Prompt], **more: object) -> tuple[list[Prompt], list[int]]:
+        """Of each prompt its greedy tokens, and how many of its own came from a cache."""
+        told = self.generate(named(prompts, **more))
+        answers = [told[f"r{at}"] for at in range(len(prompts))]
+        return [one["tokens"] for one in answers], [one["cached"] for one in answers]
 
-    def cached(self, prompts: Sequence[Prompt], name: str = "r", **more: object) -> list[int]:
-        answers = self.generate(named(prompts, name, **more))
-        return [answers[f"{name}{at}"]["cached"] for at in range(len(prompts))]
+    def tokens(self, prompts: Sequence[Prompt], **more: object) -> list[Prompt]:
+        return self.answers(prompts, **more)[0]
+
+    def cached(self, prompts: Sequence[Prompt], **more: object) -> list[int]:
+        return self.answers(prompts, **more)[1]
+
+    def num(self, of: str) -> int:
+        return int(self.ask("num", of=of))
 
     def rests(self) -> None:
         """Nothing runs: every block is vLLM's again, and tierkv's books are right."""
         assert self.ask("at_rest") == {"taken": 0, "requests": 0, "findings": []}
 
 
-def named(prompts: Sequence[Prompt], name: str = "r", **more: object) -> Requests:
-    return [{"id": f"{name}{at}", "tokens": one} | more for at, one in enumerate(prompts)]
+def named(prompts: Sequence[Prompt], **more: object) -> Requests:
+    return [{"id": f"r{at}", "tokens": one} | more for at, one in enumerate(prompts)]
 
 
 @contextmanager
 def starting(
-    path: str, config: dict[str, object] | None = None, **arguments: object
+    path: str,
+    config: dict[str, object] | None = None,
+    *,
+    sockets: Path | None = None,
+    ends: int = 0,
+    **arguments: object,
 ) -> Iterator[Engine]:
-    """An engine that need not be ready yet, so that several can start at once."""
-    with process("connector_process.py", path, config, json.dumps(arguments)) as running:
-        yield Engine(running.process)
+    """An engine that need not be ready yet, so that several can start at once. sockets: the
+    directory for the ranks' socket. ends: with this status, and leaves nothing if it is 0."""
+    environment = vllm_environment() | {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    script = [sys.executable, str(Path(__file__).with_name("connector_process.py")), path]
+    before = set(os.listdir("/dev/shm"))
+    own = environment["TMPDIR"] = str(sockets or tempfile.mkdtemp(prefix="tierkv-test-"))
+    running = Engine([*script, json.dumps(config), json.dumps(arguments)], environment)
+    try:
+        yield running
+        assert running.end() == ends
+    finally:
+        running.kill()
+    until(lambda: not orphans(before), "shared memory is left behind")
+    assert len(list(Path(own).glob("*.sock"))) == (1 if ends else 0)
+    if sockets is None:
+        shutil.rmtree(own)
 
 
 @contextmanager
 def engine(
-    path: str, config: dict[str, object] | None = None, **arguments: object
+    path: str, config: dict[str, object] | None = None, **arguments: Any
 ) -> Iterator[Engine]:
     with starting(path, config, **arguments) as running:
         assert running.line() == "ready\n"
@@ -118,6 +152,9 @@ _LENGTHS = [200, 6 * _BLOCK, 6 * _BLOCK - 1, 6 * _BLOCK + 1]
 PROMPTS = [prompt(n, length) for n, length in enumerate(_LENGTHS)] + [
     prompt(50, 4 * _BLOCK) + prompt(60 + n, 40) for n in range(3)
 ]
+# Of these, another engine finds all, the last, partial block included; but for the one whose last
+# block the answer has filled, which is stored as that.
+FOUND = [200, 192, 160, 193, 168, 168, 168]
 
 
 @pytest.mark.promise("A fresh vLLM process loads a prefix from a store.")
@@ -129,17 +166,10 @@ def test_a_prefix_comes_through_redis_into_a_fresh_process(
         assert first.tokens(PROMPTS) == right
         bytes_of = [first.ask("blocks", tokens=one) for one in PROMPTS]
         first.rests()
-    names = empty_redis.execute("KEYS", "*")
-    assert isinstance(names, list)
-    assert names
-    assert all(int(str(empty_redis.execute("TTL", name))) > 0 for name in names)
-    assert sum(name.endswith(b":tails") for name in names) == len(PROMPTS)
+    assert min(map(empty_redis.ttl, empty_redis.names())) > 0
+    assert len(empty_redis.names("*:tails")) == len(PROMPTS)
     with engine(model, transfer(empty_redis.url)) as second:
-        answers = second.generate(named(PROMPTS))
-        assert [answers[f"r{at}"]["tokens"] for at in range(len(PROMPTS))] == right
-        # All of it, the last, partial block included; but for the one whose last block the answer
-        # has filled, which is stored as that.
-        assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
+        assert second.answers(PROMPTS) == (right, FOUND)
         assert [second.ask("blocks", tokens=one) for one in PROMPTS] == bytes_of
         second.rests()
 
@@ -154,7 +184,7 @@ def test_a_model_that_is_told_to_compute_otherwise_shares_nothing(
     with engine(model, transfer(empty_redis.url), **other) as second:
         assert second.cached(PROMPTS[:2]) == [0, 0]
         second.ask("forget")
-        assert second.tokens(PROMPTS[:2], "again") != tokens
+        assert second.tokens(PROMPTS[:2]) != tokens
 
 
 def test_engines_whose_core_is_a_process_of_its_own_find_each_others_prefixes(
@@ -162,37 +192,49 @@ def test_engines_whose_core_is_a_process_of_its_own_find_each_others_prefixes(
 ) -> None:
     """As `vllm serve` has it: nobody steps the engine but itself, and it ends by a signal."""
     right = alone.tokens(PROMPTS)
-    found = []
-    for _ in range(2):
-        config = transfer(empty_redis.url)
-        with process("vllm_process.py", model, config, in_process=False) as running:
-            assert running.line() == "ready\n"
-            answers = running.answer(PROMPTS)
-            assert [one["tokens"] for one in answers] == right
-            found.append([one["cached"] for one in answers[:4]])
-    assert found == [[0] * 4, [200, 192, 160, 193]]
+    for found in ([0] * 4, FOUND[:4]):
+        with engine(model, transfer(empty_redis.url), is_core_alone=True) as running:
+            tokens, cached = running.answers(PROMPTS)
+            assert (tokens, cached[:4]) == (right, found)
 
 
-_TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 
 
-@pytest.fixture
-def pair(model: str, empty_redis: RedisServer) -> Iterator[tuple[Engine, Engine]]:
-    """A prefill and a decode instance. At the end neither has anything left, nor has Redis what
-    has no end."""
-    url = empty_redis.url
+def handed_over(
+    prefill: Engine, decode: Engine, prompts: Sequence[Prompt]
+) -> tuple[list[Prompt], list[dict[str, Any]], list[Prompt]]:
+    """The prefill instance's token of each prompt and its params, the decode instance's tokens."""
+    told = prefill.generate(named(prompts, params=TO_DECODE, max_tokens=1))
+    answers = [told[f"r{at}"] for at in range(len(prompts))]
+    params = [one["params"] for one in answers]
+    asked = [one | {"params": of} for one, of in zip(named(prompts), params, strict=True)]
+    told = decode.generate(asked)
+    return [one["tokens"] for one in answers], params, [told[one["id"]]["tokens"] for one in asked]
+
+
+@contextmanager
+def pair_of(
+    model: str, url: str, settings: dict[str, object], **arguments: Any
+) -> Iterator[tuple[Engine, Engine]]:
+    """A prefill and a decode instance; at the end neither has anything left."""
+    one, other = (transfer(url, role, **settings) for role in ("kv_producer", "kv_consumer"))
     with (
-        starting(model, transfer(url, "kv_producer")) as prefill,
-        starting(model, transfer(url, "kv_consumer", claim_deadline_s=3.0)) as decode,
+        starting(model, one, **arguments) as prefill,
+        starting(model, other, **arguments) as decode,
     ):
         assert (prefill.line(), decode.line()) == ("ready\n", "ready\n")
         yield prefill, decode
         prefill.rests()
         decode.rests()
-        names = empty_redis.execute("KEYS", "*")
-        assert isinstance(names, list)
-        # -1 is without an end, -2 gone since.
-        assert all(int(str(empty_redis.execute("TTL", name))) != -1 for name in names)
+
+
+@pytest.fixture
+def pair(model: str, empty_redis: RedisServer) -> Iterator[tuple[Engine, Engine]]:
+    """At the end Redis has nothing that has no end."""
+    with pair_of(model, empty_redis.url, {"claim_deadline_s": 3.0}) as both:
+        yield both
+        assert -1 not in map(empty_redis.ttl, empty_redis.names())
 
 
 @pytest.mark.promise("vLLM hands prompts over, partial block included.")
@@ -204,36 +246,28 @@ def test_a_prefill_is_handed_over_tails_included(
     lengths = [6 * _BLOCK + 1, 6 * _BLOCK - 1, 6 * _BLOCK, 20]
     prompts = [prompt(300 + n, length) for n, length in enumerate(lengths)]
     right = alone.tokens(prompts)
-    told = prefill.generate(named(prompts, params=_TO_DECODE, max_tokens=1))
-    params = [told[f"r{at}"]["params"] for at in range(4)]
-    assert [told[f"r{at}"]["tokens"] for at in range(4)] == [some[:1] for some in right]
+    first, params, tokens = handed_over(prefill, decode, prompts)
+    assert first == [some[:1] for some in right]
     assert all(some["do_remote_prefill"] and not some["do_remote_decode"] for some in params)
-    requests = [
-        {"id": f"d{at}", "tokens": some, "params": params[at]} for at, some in enumerate(prompts)
-    ]
-    answers = decode.generate(requests)
-    assert [answers[f"d{at}"]["tokens"] for at in range(4)] == right
+    assert tokens == right
     # What vLLM calls cached in such a request is what the prefill instance had cached.
     assert decode.ask("counts")["loaded_tokens"] == sum(lengths)
 
     # A ticket that is another prompt's, and one that never comes: computed, and no error.
-    other = prompt(310, 90)
-    expected = alone.tokens([other])
-    for name, ticket in (("other", params[0]["tierkv_ticket"]), ("none", "no such ticket")):
+    other = [prompt(310, 90)]
+    for ticket in (params[0]["tierkv_ticket"], "no such ticket"):
         wrong = {"do_remote_prefill": True, "tierkv_ticket": ticket}
-        answer = decode.generate([{"id": name, "tokens": other, "params": wrong}])[name]
-        assert answer["tokens"] == expected[0], name
+        assert decode.tokens(other, params=wrong) == alone.tokens(other), ticket
         decode.ask("forget")
     decode.rests()
     counts = decode.ask("counts")
     assert (counts["loaded_tokens"], counts["lost_tickets"]) == (sum(lengths), 2)
     # Zeroed tails, the negative control.
-    tail = prompt(320, 20)
-    told = prefill.generate([{"id": "z", "tokens": tail, "params": _TO_DECODE, "max_tokens": 1}])
-    until(lambda: num_named(empty_redis, "*:partial:20*") == 2)  # as the fourth prompt's is
+    tail = [prompt(320, 20)]
+    told = prefill.generate(named(tail, params=TO_DECODE, max_tokens=1))
+    until(lambda: len(empty_redis.names("*:partial:20*")) == 2)  # as the fourth prompt's is
     zeroed(empty_redis)
-    asked = [{"id": "z", "tokens": tail, "params": told["z"]["params"]}]
-    assert decode.generate(asked)["z"]["tokens"] != alone.tokens([tail])[0]
+    assert decode.tokens(tail, params=told["r0"]["params"]) != alone.tokens(tail)
 
 
 @pytest.mark.promise("An abort at any step leaves no block behind in vLLM.")
@@ -246,19 +280,16 @@ def test_a_hand_over_may_be_aborted_at_every_step(
     for instance in pair:
         instance.ask("faults", slow_s=0.02)
     for step in range(8):
-        there = prompt(330 + step, 3 * _BLOCK + step)
-        right = alone.tokens([there])[0]
+        there = [prompt(330 + step, 3 * _BLOCK + step)]
+        right = alone.tokens(there)
         ticket = {"tierkv_ticket": f"t{step}"}
-        asked = [{"id": f"p{step}", "tokens": there, "params": _TO_DECODE | ticket,
-                  "max_tokens": 1}]  # fmt: skip
-        prefill.generate(asked, aborts={f"p{step}": step})
+        asked = named(there, params=TO_DECODE | ticket, max_tokens=1)
+        prefill.generate(asked, aborts={"r0": step})
         claim = {"do_remote_prefill": True, "do_remote_decode": False} | ticket
-        claims = [{"id": f"d{step}", "tokens": there, "params": claim}]
-        answers = decode.generate(claims, aborts={f"d{step}": step})
-        assert answers.get(f"d{step}", {"tokens": right})["tokens"] == right
+        answers = decode.generate(named(there, params=claim), aborts={"r0": step})
+        assert answers.get("r0", {"tokens": right[0]})["tokens"] == right[0]
         decode.ask("forget")
-        again = [{"id": f"e{step}", "tokens": there, "params": claim}]
-        assert decode.generate(again)[f"e{step}"]["tokens"] == right
+        assert decode.tokens(there, params=claim) == right
         prefill.rests()
         decode.rests()
 
@@ -277,9 +308,7 @@ def test_what_the_device_has_lost_comes_back_from_the_host(alone: Engine, one: E
     assert one.tokens(prompts) == right
     bytes_of = [one.ask("blocks", tokens=some) for some in prompts]
     assert one.ask("forget")
-    answers = one.generate(named(prompts, "again"))
-    assert [answers[f"again{at}"]["tokens"] for at in range(5)] == right
-    assert [answers[f"again{at}"]["cached"] for at in range(5)] == [len(some) for some in prompts]
+    assert one.answers(prompts) == (right, list(map(len, prompts)))
     assert [one.ask("blocks", tokens=some) for some in prompts] == bytes_of
     one.rests()
 
@@ -291,16 +320,15 @@ def test_what_a_host_does_not_have_is_known_at_once(model: str, alone: Engine) -
     with engine(model, transfer()) as running:
         assert running.tokens(prompts) == right
         running.rests()
-        copied = running.ask("copied_blocks")
+        copied = running.num("copied")
         assert copied >= sum(len(some) // _BLOCK for some in prompts)
-        assert running.tokens(prompts, "again") == right
+        assert running.tokens(prompts) == right
         running.rests()
-        assert running.ask("asked_again") == 0
-        more = running.ask("copied_blocks") - copied
+        assert running.num("asked_again") == 0
+        more = running.num("copied") - copied
         assert more <= 2 * len(prompts), "whole prompts are saved again"
         assert running.ask("forget")
-        cached = running.cached(prompts, "host")
-        assert cached == [len(some) for some in prompts]
+        assert running.cached(prompts) == list(map(len, prompts))
         running.rests()
 
 
@@ -311,32 +339,27 @@ def test_seeded_sampling_draws_the_same_tokens(alone: Engine, one: Engine) -> No
     prompts = [prompt(105 + n, 90 + 31 * n) for n in range(4)]
     drawn: dict[str, Any] = {"temperature": 0.8, "max_tokens": 24}
     right = alone.tokens(prompts, seed=7, **drawn)
-    assert right != alone.tokens(prompts, "other", seed=8, **drawn)
+    assert right != alone.tokens(prompts, seed=8, **drawn)
     assert one.tokens(prompts, seed=7, **drawn) == right
     one.ask("forget")
-    answers = one.generate(named(prompts, "again", seed=7, **drawn))
-    assert [answers[f"again{at}"]["tokens"] for at in range(4)] == right
-    assert [answers[f"again{at}"]["cached"] for at in range(4)] == [len(some) for some in prompts]
+    assert one.answers(prompts, seed=7, **drawn) == (right, list(map(len, prompts)))
 
 
 def test_what_one_salt_has_computed_no_other_finds(alone: Engine, one: Engine) -> None:
     prompts = [prompt(110, 150)]
     right = alone.tokens(prompts)
-    for name, salt, expected in [("a", "tea", 0), ("b", "milk", 0), ("c", None, 0),
-                                 ("d", "tea", 150), ("e", None, 150)]:  # fmt: skip
-        answer = one.generate(named(prompts, name, salt=salt))[f"{name}0"]
-        assert (answer["cached"], answer["tokens"]) == (expected, right[0]), name
+    for salt, found in [("tea", 0), ("milk", 0), (None, 0), ("tea", 150), (None, 150)]:
+        assert one.answers(prompts, salt=salt) == (right, [found]), salt
         one.ask("forget")
 
 
 def test_answers_are_found_by_prompts_that_continue_them(alone: Engine, one: Engine) -> None:
     first = prompt(120, 100)
-    answer = one.generate([{"id": "first", "tokens": first, "max_tokens": 60}])["first"]["tokens"]
-    longer = first + answer + prompt(121, 20)
+    [answer] = one.tokens([first], max_tokens=60)
+    longer = [first + answer + prompt(121, 20)]
     one.ask("forget")
-    found = one.generate([{"id": "second", "tokens": longer}])["second"]
-    assert found["cached"] == 100 + 60 - 1  # the last token of an answer is not computed
-    assert found["tokens"] == alone.tokens([longer])[0]
+    # The last token of an answer is not computed.
+    assert one.answers(longer) == (alone.tokens(longer), [100 + 60 - 1])
 
 
 @pytest.mark.promise("vLLM computes blocks whose save, load or promise failed.")
@@ -344,12 +367,12 @@ def test_a_load_that_fails_is_computed_and_not_tried_for_ever(alone: Engine, one
     prompts = [prompt(130 + n, 180) for n in range(4)]
     right = alone.tokens(prompts)
     one.tokens(prompts)
-    for name, failures in (("x", 2), ("y", 1 << 30)):
+    for failures in (2, 1 << 30):
         one.ask("forget")
         one.ask("faults", fail_loads=failures)
-        told = one.ask("generate", requests=named(prompts, name))
+        told = one.ask("generate", requests=named(prompts))
         one.ask("faults", fail_loads=0)
-        assert [told["answers"][f"{name}{at}"]["tokens"] for at in range(4)] == right
+        assert [told["answers"][f"r{at}"]["tokens"] for at in range(4)] == right
         assert told["steps"] < 300
         one.rests()
 
@@ -363,11 +386,9 @@ def test_a_save_that_fails_is_no_copy(alone: Engine, one: Engine) -> None:
     assert one.tokens(prompts) == right
     one.rests()
     one.ask("faults", fail_saves=0)
-    for name, cached in (("x", 0), ("y", 150)):
+    for cached in (0, 150):
         one.ask("forget")
-        answers = one.generate(named(prompts, name))
-        assert [answers[f"{name}{at}"]["tokens"] for at in range(3)] == right
-        assert [answers[f"{name}{at}"]["cached"] for at in range(3)] == [cached] * 3
+        assert one.answers(prompts) == (right, [cached] * 3)
     one.rests()
 
 
@@ -376,10 +397,10 @@ def test_promises_that_have_expired_are_computed(alone: Engine, one: Engine) -> 
     prompts = [prompt(140 + n, 130) for n in range(2)]
     right = alone.tokens(prompts)
     one.tokens(prompts)
-    for name, times in (("x", 1), ("y", 1 << 30)):
+    for times in (1, 1 << 30):
         one.ask("forget")
         one.ask("expire_promises", times=times)
-        assert one.tokens(prompts, name) == right
+        assert one.tokens(prompts) == right
         one.ask("expire_promises", times=0)
         one.rests()
 
@@ -398,35 +419,29 @@ def test_other_values_in_redis_are_noticed(
         some = prompts[at]
         one.ask("drop")
         module_redis.execute("FLUSHALL")
-        assert one.tokens([some], f"before{at}") == [right[at]]
+        assert one.tokens([some]) == [right[at]]
         bytes_of = one.ask("blocks", tokens=some)
         one.rests()
         one.ask("drop")
         change(module_redis)
-        answer = one.generate(named([some], f"after{at}"))[f"after{at}0"]
-        assert answer["cached"] == 6 * _BLOCK
+        tokens, cached = one.answers([some])
+        assert cached == [6 * _BLOCK]
         assert one.ask("blocks", tokens=some) != bytes_of
-        assert at == 1 or answer["tokens"] != right[at]
+        assert at == 1 or tokens != [right[at]]
     module_redis.execute("FLUSHALL")
     one.ask("drop")
 
 
 def values(server: RedisServer) -> list[tuple[bytes, bytes, ValueIdentity]]:
     """Names, values and what their headers say, of blocks."""
-    names = server.execute("KEYS", "*")
-    assert isinstance(names, list)
     found = []
-    for name in sorted(names):
+    for name in sorted(server.names()):
         if b":ticket:" in name or name.endswith(b":tails"):
             continue
         value = server.execute("GET", name)
-        if (
-            isinstance(value, bytes) and len(value) > 1000
-        ):  # what a ticket was opened by may be gone
-            identity = ValueIdentity(
-                value[8:24], value[24:56], int.from_bytes(value[56:60], "little")
-            )
-            found.append((name, value, identity))
+        if isinstance(value, bytes) and len(value) > 1000:  # what opened a ticket may be gone
+            number = int.from_bytes(value[56:60], "little")
+            found.append((name, value, ValueIdentity(value[8:24], value[24:56], number)))
     assert len(found) >= 6
     return found
 
@@ -451,9 +466,8 @@ def test_a_reset_cache_is_not_found_again_in_storage_neither(alone: Engine, one:
     right = alone.tokens(prompts)
     one.tokens(prompts)
     assert one.ask("reset")
-    for name, cached in (("x", 0), ("y", 100)):
-        answer = one.generate(named(prompts, name))[f"{name}0"]
-        assert (answer["cached"], answer["tokens"]) == (cached, right[0])
+    for cached in (0, 100):
+        assert one.answers(prompts) == (right, [cached])
         one.ask("forget")
     one.rests()
 
@@ -467,15 +481,13 @@ def test_a_request_may_be_aborted_at_every_step(alone: Engine, one: Engine) -> N
     one.ask("faults", slow_s=0.02)  # so that loads and saves last for several steps
     for step in range(24):
         one.ask("forget")
-        fresh = prompt(180 + step, 90)
-        requests = [{"id": f"a{step}", "tokens": there}, {"id": f"b{step}", "tokens": fresh},
-                    {"id": f"c{step}", "tokens": other}]  # fmt: skip
-        answers = one.generate(requests, aborts={f"a{step}": step, f"b{step}": step})
-        assert answers[f"c{step}"]["tokens"] == right[1]
+        requests = named([there, prompt(180 + step, 90), other])
+        answers = one.generate(requests, aborts={"r0": step, "r1": step})
+        assert answers["r2"]["tokens"] == right[1]
         one.rests()
     one.ask("faults", slow_s=0)
     one.ask("forget")
-    assert one.tokens([there, other], "end") == right
+    assert one.tokens([there, other]) == right
     one.rests()
 
 
@@ -499,20 +511,20 @@ def test_fifty_requests_with_shared_prefixes_under_eviction_are_exact(
         tight.ask("faults", slow_s=0.005)
         # As many tokens as do not depend on what vLLM computes together.
         assert [some[:12] for some in tight.tokens(MANY, max_tokens=40)] == right
-        assert tight.ask("preemptions") > 0
-        assert tight.tokens(MANY[::-1], "again") == right[::-1]
+        assert tight.num("preemptions") > 0
+        assert tight.tokens(MANY[::-1]) == right[::-1]
         tight.rests()
         counts = tight.ask("counts")
         assert counts["loaded_tokens"] > 50 * _BLOCK
-        assert tight.ask("stale_saves") == 0
+        assert tight.num("stale") == 0
         # Preempted while they are saved; and the control, that the wait for that is needed.
         tight.ask("faults", slow_s=0.1)
-        for name, at_least in (("fenced", 0), ("unfenced", 1)):
-            before = tight.ask("preemptions")
-            long = [prompt(at_least * 20 + 500 + n, 8 * _BLOCK + 8) for n in range(10)]
-            tight.tokens(long, name, max_tokens=100)
-            assert tight.ask("preemptions") > before
-            assert (tight.ask("stale_saves") > 0) == bool(at_least)
+        for is_unfenced in (False, True):
+            before = tight.num("preemptions")
+            long = [prompt(is_unfenced * 20 + 500 + n, 8 * _BLOCK + 8) for n in range(10)]
+            tight.tokens(long, max_tokens=100)
+            assert tight.num("preemptions") > before
+            assert (tight.num("stale") > 0) == is_unfenced
             tight.ask("ignore_fences")
 
 
@@ -524,29 +536,22 @@ def test_a_store_that_fails_costs_time_and_no_token(model: str, alone: Engine, f
         server = stack.enter_context(redis_server())
         config = transfer(server.url, fetch_deadline_s=1.0)
         running = stack.enter_context(engine(model, config))
-        assert running.tokens(prompts[:3], "before") == right[:3]
+        assert running.tokens(prompts[:3]) == right[:3]
         if fault == "killed":
             server.kill()
         elif fault == "hung":
             server.pause()
-        for name in ("host", "store"):  # with a host tier, and with all of it to be asked for
-            running.ask("forget" if name == "host" else "drop")
+        for of in ("forget", "drop"):  # with a host tier, and with all of it to be asked for
+            running.ask(of)
             if fault == "flushed":
                 server.execute("FLUSHALL")
-            assert running.tokens(prompts, name) == right
+            assert running.tokens(prompts) == right
         running.rests()
         if fault == "hung":
             server.resume()
             running.ask("drop")
-            assert running.tokens(prompts, "after") == right
+            assert running.tokens(prompts) == right
             running.rests()
-
-
-def slow(stack: ExitStack, server: RedisServer) -> str:
-    """Where it answers half a second later."""
-    proxy = stack.enter_context(proxy_on_a_thread(server.port))
-    proxy.delay_s = 0.5
-    return proxy.url
 
 
 @pytest.mark.parametrize("kind", ["model", "hybrid"])
@@ -562,14 +567,15 @@ def test_a_slow_store_is_not_waited_for_once_it_is_known(
         server = stack.enter_context(redis_server())
         with engine(model, transfer(server.url)) as first:
             assert first.tokens(prompts) == right
-        url = slow(stack, server)
-        config = transfer(url, fetch_policy="best_effort")
+        proxy = stack.enter_context(proxy_on_a_thread(server.port))
+        proxy.delay_s = 0.5
+        config = transfer(proxy.url, fetch_policy="best_effort")
         with engine(model, config) as second:
             took, computed = list[float](), list[float]()
-            for at, some in enumerate(prompts):
+            for some, ours in zip(prompts, right, strict=True):
                 for of, times in ((alone, computed), (second, took)):
                     started = time.monotonic()
-                    assert of.tokens([some], f"s{at}") == [right[at]]
+                    assert of.tokens([some]) == [ours]
                     times.append(time.monotonic() - started)
             second.rests()
         # All wait a second at most before the engine's speed is known, and one that it is a try
@@ -589,12 +595,10 @@ def test_two_ranks_in_processes_of_their_own_keep_their_halves(
     with engine(model, transfer(empty_redis.url), **settings) as first:
         assert first.tokens(PROMPTS) == right
         first.ask("forget")
-        assert first.cached(PROMPTS[:4], "host") == _LENGTHS
+        assert first.cached(PROMPTS[:4]) == _LENGTHS
         first.rests()
     with engine(model, transfer(empty_redis.url), **settings) as second:
-        answers = second.generate(named(PROMPTS))
-        assert [answers[f"r{at}"]["tokens"] for at in range(len(PROMPTS))] == right
-        assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
+        assert second.answers(PROMPTS) == (right, FOUND)
         second.rests()
     with engine(model, transfer(empty_redis.url)) as other:
         assert other.cached(PROMPTS[:2]) == [0, 0]
@@ -603,21 +607,14 @@ def test_two_ranks_in_processes_of_their_own_keep_their_halves(
 def test_an_engine_that_was_killed_leaves_no_socket_to_those_that_come(
     model: str, tmp_path: Path
 ) -> None:
-    arguments = ("connector_process.py", model, transfer(), "{}")
-    with process(*arguments, sockets=tmp_path, ends=-signal.SIGKILL) as killed:
+    config = transfer()
+    with starting(model, config, sockets=tmp_path, ends=-signal.SIGKILL) as killed:
         assert killed.line() == "ready\n"
         killed.process.kill()
     left = set(tmp_path.glob("*.sock"))
-    with process(*arguments, sockets=tmp_path) as other:
-        assert other.line() == "ready\n"
+    with engine(model, config, sockets=tmp_path):
         now = set(tmp_path.glob("*.sock"))
         assert (len(now), now & left) == (1, set())
-
-
-def num_named(server: RedisServer, pattern: str) -> int:
-    names = server.execute("KEYS", pattern)
-    assert isinstance(names, list)
-    return len(names)
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1)])
@@ -634,13 +631,12 @@ def test_other_numbers_of_ranks_find_each_others_blocks(
     with engine(model, transfer(empty_redis.url), **ranks(writers)) as first:
         right = [some[:3] for some in first.tokens(PROMPTS)]
         assert len({tuple(some) for some in right}) == len(PROMPTS), "they tell prompts apart"
-        until(lambda: num_named(empty_redis, "*:tails") == len(PROMPTS))  # all is stored
+        until(lambda: len(empty_redis.names("*:tails")) == len(PROMPTS))  # all is stored
         first.rests()
     config = transfer(empty_redis.url, peer_tensor_parallel=[writers])
     with engine(model, config, **ranks(readers)) as second:
-        answers = second.generate(named(PROMPTS))
-        assert [answers[f"r{at}"]["tokens"][:3] for at in range(len(PROMPTS))] == right
-        assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
+        tokens, cached = second.answers(PROMPTS)
+        assert ([some[:3] for some in tokens], cached) == (right, FOUND)
         second.rests()
 
 
@@ -652,36 +648,15 @@ def test_engines_share_the_host_memory_of_a_node(model: str, alone: Engine, tmp_
         with engine(model, config) as first, engine(model, config) as second:
             assert first.tokens(PROMPTS) == right
             first.rests()
-            answers = second.generate(named(PROMPTS))
-            assert [answers[f"r{at}"]["tokens"] for at in range(len(PROMPTS))] == right
             # Memory has the tail that the answer has filled; the store has that block as it is now.
-            assert [answers[f"r{at}"]["cached"] for at in range(4)] == _LENGTHS
+            assert second.answers(PROMPTS) == (right, list(map(len, PROMPTS)))
             second.rests()
 
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Gemma whose layers attend in turn to a window of 64 tokens and to all."""
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    torch.manual_seed(1)
-    path = str(tmp_path_factory.mktemp("hybrid"))
-    config = Gemma3TextConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        initializer_range=0.2,
-    )
-    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    return path
+    """A model with windows."""
+    return save_tiny("gemma", tmp_path_factory.mktemp("hybrid"))
 
 
 def test_windows_are_groups_of_their_own(hybrid: str, empty_redis: RedisServer) -> None:
@@ -696,40 +671,30 @@ def test_windows_are_groups_of_their_own(hybrid: str, empty_redis: RedisServer) 
         assert first.tokens(PROMPTS) == right
         first.ask("forget")
         first.ask("faults", slow_s=0.005)
-        assert first.tokens(PROMPTS, "host") == right
-        assert [some[:12] for some in first.tokens(MANY[:20], "many", max_tokens=40)] == many
+        assert first.tokens(PROMPTS) == right
+        assert [some[:12] for some in first.tokens(MANY[:20], max_tokens=40)] == many
         first.rests()
-        assert first.ask("stale_saves") == 0
+        assert first.num("stale") == 0
         first.ask("faults", fail_loads=3)
         first.ask("forget")
-        assert first.tokens(PROMPTS, "failed") == right
+        assert first.tokens(PROMPTS) == right
         first.rests()
     with engine(hybrid, transfer(empty_redis.url)) as second:
-        answers = second.generate(named(PROMPTS))
-        assert [answers[f"r{at}"]["tokens"] for at in range(len(PROMPTS))] == right
-        assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
+        assert second.answers(PROMPTS) == (right, FOUND)
         second.rests()
 
 
-def test_an_adapter_is_what_its_files_hold(tmp_path: Path) -> None:
-    for name, weights in (("one", b"weights"), ("same", b"weights"), ("other", b"weight")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text("{}")
-        (tmp_path / name / "adapter_model.safetensors").write_bytes(weights)
+def test_an_adapter_whose_files_cannot_be_read_is_nobody_elses(tmp_path: Path) -> None:
     digests = AdapterDigests()
 
-    def digest(name: str, path: Path) -> bytes:
+    def digest(name: str) -> bytes:
         deadline = time.monotonic() + 20
-        while (found := digests.of(LoRARequest(name, 1, str(path)))) is None:
+        while (found := digests.of(LoRARequest(name, 1, str(tmp_path / "none")))) is None:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         return found
 
-    one = digest("a", tmp_path / "one")
-    assert digest("b", tmp_path / "same") == one
-    assert digest("a", tmp_path / "other") != one
-    # What cannot be read is nobody else's.
-    assert digest("a", tmp_path / "none") not in {one, digest("b", tmp_path / "none")}
+    assert digest("a") == digest("a") != digest("b")
     digests.close()
 
 
@@ -737,25 +702,24 @@ def test_an_adapter_is_what_its_files_hold(tmp_path: Path) -> None:
 def test_an_adapters_kv_is_its_own(model: str, tmp_path: Path) -> None:
     """Whatever it is called: two names for the same files share, other files under the same name
     do not."""
-    paths = [lora(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 2))]
+    paths = [lora(tmp_path / f"{seed}", seed) for seed in (1, 2)]
     some = [prompt(750, 150)]
     more = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     with engine(model, None, **more) as plain:
-        rights = [plain.tokens(some, f"p{at}", lora=[f"l{at}", at + 1, path])[0]
+        rights = [plain.tokens(some, lora=[f"l{at}", at + 1, path])[0]
                   for at, path in enumerate(paths)]  # fmt: skip
         bare = plain.tokens(some)[0]
         assert len({tuple(one) for one in (*rights, bare)}) == 3
     with engine(model, transfer(), **more) as running:
-        for name, adapter, cached, right in [
-            ("bare", None, 0, bare),
-            ("first", ["first", 1, paths[0]], 0, rights[0]),
-            ("other", ["other", 2, paths[1]], 0, rights[1]),
-            ("same", ["same files", 3, paths[0]], 150, rights[0]),
-            ("again", None, 150, bare),
+        for adapter, cached, right in [
+            (None, 0, bare),
+            (["first", 1, paths[0]], 0, rights[0]),
+            (["other", 2, paths[1]], 0, rights[1]),
+            (["same files", 3, paths[0]], 150, rights[0]),
+            (None, 150, bare),
         ]:
             running.ask("forget")
-            answer = running.generate(named(some, name, lora=adapter))[f"{name}0"]
-            assert (answer["cached"], answer["tokens"]) == (cached, right), name
+            assert running.answers(some, lora=adapter) == ([right], [cached]), adapter
         running.rests()
 
 
@@ -784,8 +748,8 @@ def test_what_was_loaded_and_saved_is_among_vllms_metrics(alone: Engine, one: En
     before = one.ask("metrics")
     one.tokens(some)
     one.ask("forget")
-    one.tokens(some, "again")
-    one.tokens([prompt(761, 40)], "after")  # vLLM asks for statistics in its steps
+    one.tokens(some)
+    one.tokens([prompt(761, 40)])  # vLLM asks for statistics in its steps
     after = one.ask("metrics")
     assert after["vllm:tierkv_loaded_tokens"] - before.get("vllm:tierkv_loaded_tokens", 0) == 150
     assert after["vllm:tierkv_saved_blocks"] - before.get("vllm:tierkv_saved_blocks", 0) >= 5
@@ -811,13 +775,13 @@ def test_turns_of_a_session_are_kept_and_hints_are_followed_or_counted(
     hints = [hint("kv.fetch"), hint("kv.fetch", "9"), hint("kv.pin")]
     envelope = {"protocol_version": "0.1", "message_id": "m", "actions": hints}
     unknown = envelope | {"protocol_version": "7"}
-    assert one.tokens([some], "turn", session="a", hints=envelope) == right
-    one.tokens(others, "after")  # vLLM asks for events and counts in its steps
-    one.tokens(others, "unknown", hints=unknown)
+    assert one.tokens([some], session="a", hints=envelope) == right
+    one.tokens(others)  # vLLM asks for events and counts in its steps
+    one.tokens(others, hints=unknown)
     one.rests()
     assert one.ask("drop") == 0, "a session holds nothing"
-    assert one.tokens([some], "next", session="a") == right
-    one.tokens(others, "last")
+    assert one.tokens([some], session="a") == right
+    one.tokens(others)
     counts = one.ask("counts")
     counted = {name: counts[name] - before.get(name, 0) for name in counts}
     expected = {"fetch_hints": 1, "ignored_hints": 5, "kept_turns": 2}
@@ -836,8 +800,8 @@ def test_events_of_host_and_store_have_the_tokens_by_which_routers_find_blocks(
     plain, salted = prompt(702, 4 * _BLOCK), prompt(703, 4 * _BLOCK)
     one.ask("events")
     one.tokens([plain])
-    one.tokens([salted], "salted", salt="of a tenant")
-    one.tokens([prompt(704, 40)], "after")
+    one.tokens([salted], salt="of a tenant")
+    one.tokens([prompt(704, 40)])
     stored = [event for event in one.ask("events") if event["kind"] == "BlockStored"]
     names = one.ask("hashes", tokens=plain)
     for medium in ("CPU", "STORAGE"):

@@ -5,13 +5,13 @@ For models that no test runs: what a block of a group is made of, and which bloc
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed (./scripts/test --engines)", allow_module_level=True)
+from tests.engines.processes import needs
+
+needs("vllm")
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -71,11 +71,6 @@ def test_a_state_is_a_whole_page_whose_parts_are_in_its_name() -> None:
     assert len(digests | {group.layout.digest}) == 5
 
 
-def test_states_without_prefix_caching_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'none': use --enable-prefix-caching"):
-        group_of(mamba("none"), "one")
-
-
 def test_host_memory_has_room_for_a_state_beside_four_blocks() -> None:
     attention = CacheGroup(Layout(32, (Plane(0, "kv", "bfloat16", 32768),)))
     states = [group_of(mamba(), "one") for _ in range(3)]
@@ -111,20 +106,20 @@ def test_an_indexer_lies_beside_its_latents() -> None:
     assert [plane.block_bytes for plane in group.layout.planes] == [576 * 2 * 64, 132 * 64]
 
 
-def test_several_tokens_in_one_entry_are_refused() -> None:
-    """As in DeepSeek-V4: no test has run such a model, whose tails are no tails of tokens."""
-    with pytest.raises(ConfigError, match="mla_attention with 4 tokens in one entry: use Offload"):
-        group_of(latent(576, torch.bfloat16, tokens_per_state=4), "one")
+REFUSED: dict[str, KVCacheSpec] = {
+    "'none': use --enable-prefix-caching": mamba("none"),
+    # As in DeepSeek-V4: no test has run such a model, whose tails are no tails of tokens.
+    "mla_attention with 4 tokens in one entry: use Offload": latent(
+        576, torch.bfloat16, tokens_per_state=4
+    ),
+    "sliding_window_mla that is computed again after a hit": SlidingWindowMLASpec(
+        block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16,
+        sliding_window=128, bounded_replay=True,
+    ),
+}  # fmt: skip
 
 
-def test_a_window_that_vllm_computes_again_after_a_hit_is_refused() -> None:
-    spec = SlidingWindowMLASpec(
-        block_size=64,
-        num_kv_heads=1,
-        head_size=576,
-        dtype=torch.bfloat16,
-        sliding_window=128,
-        bounded_replay=True,
-    )
-    with pytest.raises(ConfigError, match="sliding_window_mla that is computed again after a hit"):
-        group_of(spec, "one")
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_cannot_be_cached_is_refused(sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        group_of(REFUSED[sentence], "one")

@@ -1,7 +1,7 @@
-"""Models with recurrent states, small enough for tests of whole engines.
+"""Models of random weights, small enough for tests of whole engines.
 
-The states last (`A_log` at -5), so that greedy tokens show a state that is zeroed or another
-prompt's.
+Greedy tokens depend on all of the prompt. Recurrent states last (`A_log` at -5), so that tokens
+show a state that is zeroed or another prompt's.
 """
 
 from __future__ import annotations
@@ -16,23 +16,46 @@ _COMMON: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_attention_heads": 4,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 2048,
     "initializer_range": 0.2,
 }
 
 
-def save_tiny_hybrid(kind: str, path: Path) -> str:
-    """Save the model of this kind at `path`, and return the path as a string."""
+def save_tiny(kind: str, path: Path, dtype: str = "") -> str:
+    """Save the model of this kind at `path`, and return the path as a string. dtype: the name of a
+    torch dtype, where it is not to be the kind's own."""
     import torch
 
     torch.manual_seed(0)
-    make, dtype = KINDS[kind]
+    make, own = (STATES | _OTHERS)[kind]
     model = make()
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.data.fill_(_LASTING)
-    model.to(getattr(torch, dtype)).save_pretrained(str(path))
+    model.to(getattr(torch, dtype or own)).save_pretrained(str(path))
     return str(path)
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**_COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=32)
+    return LlamaForCausalLM(config)
+
+
+def _gemma() -> Any:
+    """Layers that attend in turn to a window of 64 tokens and to all."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    return Gemma3ForCausalLM(config)
 
 
 def _qwen3_next() -> Any:
@@ -126,9 +149,11 @@ def _falcon() -> Any:
     return FalconH1ForCausalLM(config)
 
 
-# How each is made, and the dtype in which it is saved and runs: answers of Mamba2 depend more on
-# rounding than others, and vLLM asserts bfloat16 for gated delta nets.
-KINDS: dict[str, tuple[Callable[[], Any], str]] = {
+# How each is made, and the dtype in which it is saved and runs.
+_OTHERS = {"llama": (_llama, "bfloat16"), "gemma": (_gemma, "bfloat16")}
+# Those with recurrent states: answers of Mamba2 depend more on rounding than others, and vLLM
+# asserts bfloat16 for gated delta nets.
+STATES: dict[str, tuple[Callable[[], Any], str]] = {
     "qwen3_next": (_qwen3_next, "bfloat16"),
     "granite": (_granite, "float32"),
     "nemotron": (_nemotron, "bfloat16"),
