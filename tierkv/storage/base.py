@@ -258,14 +258,10 @@ class WorkerThreads:
         """Wait until all work that is under way now has ended."""
         await outlast(set(self._in_flight), on_cancel=lambda: None)
 
-    def check_open(self) -> None:
-        """Check that the threads are running.
-
-        Raises:
-            StoreUnavailableError: the call is outside `running()`.
-        """
+    def _opened(self) -> Threads:
         if self._pool is None:
             raise StoreUnavailableError(f"{self._owner} is closed")
+        return self._pool
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, run in a thread.
@@ -275,9 +271,7 @@ class WorkerThreads:
         Raises:
             StoreUnavailableError: the threads are not running.
         """
-        self.check_open()
-        assert self._pool is not None, "checked in the line above"
-        call = self._pool.submit(work)
+        call = self._opened().submit(work)
         future = asyncio.wrap_future(call)
         await self._ended([call], {future})
         return future.result()
@@ -321,8 +315,7 @@ class WorkerThreads:
         Raises:
             StoreUnavailableError: the threads are not running.
         """
-        self.check_open()
-        assert self._pool is not None, "checked in the line above"
+        pool = self._opened()
         results: dict[int, T] = {}
         failures: list[TierKVError] = []
         waiting = deque(enumerate(items))
@@ -338,7 +331,7 @@ class WorkerThreads:
                 except TierKVError as error:
                     failures.append(error)
 
-        calls = [self._pool.submit(drain) for _ in range(min(self._num_threads, len(items)))]
+        calls = [pool.submit(drain) for _ in range(min(self._num_threads, len(items)))]
         futures = {asyncio.wrap_future(call) for call in calls}
         await self._ended(calls, futures, on_cancel=waiting.clear)
         for error in [future.exception() for future in futures]:

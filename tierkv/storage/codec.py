@@ -825,7 +825,6 @@ class SealedCodec(Codec):
 _HEAD = struct.Struct("<4sHH")
 _SMALL_MAGIC = b"TKVS"
 _SMALL_VERSION = 1
-_TAG_BYTES = 16
 _DIGEST_BYTES = 32
 _FORGED_SMALL = "the value was written with another key or for another name, or was changed"
 
@@ -853,19 +852,16 @@ class SmallCodec:
         Raises:
             ConfigError: the key is missing or malformed, or a package is missing.
         """
-        self._seal: Callable[[str, bytes], bytes] = _as_it_is
-        self._unseal: Callable[[str, bytes], bytes] = _as_it_is
+        self._trust = trust
         if trust is Trust.TRUSTED:
             return
         self._key = check_key(trust, key)
+        flags = FLAG_SIGNED if trust is Trust.SIGNED else FLAG_SEALED
+        self._head = _HEAD.pack(_SMALL_MAGIC, _SMALL_VERSION, flags)
         if trust is Trust.SIGNED:
             self._blake3 = import_blake3()
-            self._head = _HEAD.pack(_SMALL_MAGIC, _SMALL_VERSION, FLAG_SIGNED)
-            self._seal, self._unseal = self._sign, self._check
         else:
             self._aes_gcm, self._invalid_tag = import_aes_gcm()
-            self._head = _HEAD.pack(_SMALL_MAGIC, _SMALL_VERSION, FLAG_SEALED)
-            self._seal, self._unseal = self._encrypt, self._decrypt
 
     def seal_small(self, name: str, content: bytes) -> bytes:
         """Return the bytes to store for a small value.
@@ -876,7 +872,13 @@ class SmallCodec:
             name: name of the value. The bytes are valid only under this name.
             content: the bytes to protect.
         """
-        return self._seal(name, content)
+        if self._trust is Trust.TRUSTED:
+            return content
+        if self._trust is Trust.SIGNED:
+            return self._head + self._digest(name, content) + content
+        nonce = os.urandom(_NONCE_BYTES)
+        cipher = self._aes_gcm(self._key_of(name))
+        return self._head + nonce + cipher.encrypt(nonce, content, self._head)
 
     def unseal_small(self, name: str, value: bytes) -> bytes:
         """Check the stored bytes of a value that `seal_small` protected, and return the content.
@@ -889,10 +891,13 @@ class SmallCodec:
             DamagedValueError: the value was changed, or was protected for another name or with
                 another secret key. Never raised with `Trust.TRUSTED`.
         """
-        return self._unseal(name, value)
-
-    def _sign(self, name: str, content: bytes) -> bytes:
-        return self._head + self._digest(name, content) + content
+        match self._trust:
+            case Trust.TRUSTED:
+                return value
+            case Trust.SIGNED:
+                return self._check(name, value)
+            case Trust.SEALED:
+                return self._decrypt(name, value)
 
     def _check(self, name: str, value: bytes) -> bytes:
         body = self._body(value, _DIGEST_BYTES)
@@ -904,13 +909,8 @@ class SmallCodec:
     def _digest(self, name: str, content: bytes) -> bytes:
         return self._blake3(self._head + content, key=self._key_of(name)).digest(_DIGEST_BYTES)
 
-    def _encrypt(self, name: str, content: bytes) -> bytes:
-        nonce = os.urandom(_NONCE_BYTES)
-        cipher = self._aes_gcm(self._key_of(name))
-        return self._head + nonce + cipher.encrypt(nonce, content, self._head)
-
     def _decrypt(self, name: str, value: bytes) -> bytes:
-        body = self._body(value, _NONCE_BYTES + _TAG_BYTES)
+        body = self._body(value, _NONCE_BYTES + CHECKSUM_BYTES)
         nonce, sealed = body[:_NONCE_BYTES], body[_NONCE_BYTES:]
         try:
             return self._aes_gcm(self._key_of(name)).decrypt(nonce, sealed, self._head)
@@ -927,11 +927,7 @@ class SmallCodec:
         return value[_HEAD.size :]
 
     def _key_of(self, name: str) -> bytes:
-        return hmac.digest(self._key, b"tierkv small value v1" + name.encode(), hashlib.sha256)
-
-
-def _as_it_is(_: str, content: bytes) -> bytes:
-    return content
+        return _derive(self._key, b"tierkv small value v1" + name.encode())
 
 
 T = TypeVar("T")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import errno
 import hashlib
@@ -15,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -217,7 +216,7 @@ class ValueFiles:
         finally:
             if status is not PutStatus.STORED:
                 self._room.removed(item.num_bytes)
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 os.unlink(temporary)
 
     def ping(self) -> None:
@@ -314,7 +313,7 @@ class ValueFiles:
         for _, entry in walk(self._root, "", when_empty=remove_unused):
             if stop.is_set():
                 break
-            with contextlib.suppress(FileNotFoundError, PermissionError):  # a file of another user
+            with suppress(FileNotFoundError, PermissionError):  # a file of another user
                 if self.listing.is_expired(entry.stat(follow_symlinks=False)):
                     removed += self._remove_expired(entry.path)
         return removed
@@ -323,7 +322,7 @@ class ValueFiles:
         # Text instead of a Path: `exists` then takes 6 us per name, not 11 us.
         return f"{self._root}/{'/'.join(relative_path(name))}"
 
-    @contextlib.contextmanager
+    @contextmanager
     def _opened(self, name: str) -> Iterator[int | None]:
         path = self._path(name)
         try:
@@ -339,7 +338,7 @@ class ValueFiles:
             if not stat.S_ISREG(status.st_mode):
                 yield None
             elif self.listing.is_expired(status):
-                with contextlib.suppress(OSError):  # for example on a read-only disk
+                with suppress(OSError):  # for example on a read-only disk
                     self._remove_expired(path)
                 yield None
             else:
@@ -362,13 +361,13 @@ class ValueFiles:
         if self.listing.seconds_unused(status) < USE_GRAIN_S:
             return
         # A file of another user, or one that is being replaced, cannot be marked; the read goes on.
-        with contextlib.suppress(OSError), locked_directory(_parent(path), waits=False):
+        with suppress(OSError), locked_directory(_parent(path), waits=False):
             expires_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
             used_ns = int(self._clock.wall() * 1e9)
             os.utime(path, ns=(used_ns, expires_ns), follow_symlinks=False)
 
     def _remove_expired(self, path: str) -> bool:
-        busy_or_gone = contextlib.suppress(FileNotFoundError, BlockingIOError)
+        busy_or_gone = suppress(FileNotFoundError, BlockingIOError)
         with busy_or_gone, locked_directory(_parent(path), waits=False):
             if self.listing.is_expired(os.stat(path, follow_symlinks=False)):
                 os.unlink(path)
@@ -423,7 +422,6 @@ def _parent(path: str) -> str:
 DIRECTORY = ".notify"
 _EVENT = struct.Struct("iIII")
 _CREATED, _OVERFLOW, _IGNORED = 0x100, 0x4000, 0x8000
-_IN_CLOEXEC, _IN_NONBLOCK = os.O_CLOEXEC, os.O_NONBLOCK
 _BUFFER_BYTES = 64 * 1024
 _LEFT_BEHIND_S = 60.0
 _TRY_AGAIN_S = 5.0
@@ -583,7 +581,7 @@ def _watch(directory: Path) -> int:
                     os.unlink(entry.path)
     libc = ctypes.CDLL(None, use_errno=True)
     try:
-        fd: int = libc.inotify_init1(_IN_CLOEXEC | _IN_NONBLOCK)
+        fd: int = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
     except AttributeError:
         raise OSError(errno.ENOSYS, "this system has no inotify") from None
     if fd < 0:

@@ -85,7 +85,7 @@ def walk(
     prefix: str,
     *,
     after: tuple[str, ...] = (),
-    when_empty: Callable[[str], object] = lambda _: None,
+    when_empty: Callable[[str], object] | None = None,
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Yield name and directory entry of each value under `prefix`, in the order of their paths.
 
@@ -97,7 +97,8 @@ def walk(
         root: the store's directory.
         prefix: start of the names.
         after: path, in parts, after which the walk starts; () for all values.
-        when_empty: called with the path of each empty directory that the store has created.
+        when_empty: called with the path of each empty directory that the store has created, if it
+            is given.
 
     Raises:
         OSError: a directory cannot be read.
@@ -105,7 +106,7 @@ def walk(
     for group in _entries(root):
         if _is_directory(group) and _may_hold(group.name, prefix):
             # A directory without a comma may belong to another program that uses the same root.
-            notify = when_empty if _NO_GROUP in group.name else _ignore
+            notify = when_empty if _NO_GROUP in group.name else None
             yield from _values(Path(group.path), (group.name,), prefix, after, notify)
 
 
@@ -194,15 +195,12 @@ def sentence(subject: str, error: OSError) -> str:
     return f"{subject}: {error.strerror or error}"
 
 
-def _ignore(_: str) -> None: ...
-
-
 def _values(
     directory: Path,
     parts: tuple[str, ...],
     prefix: str,
     after: tuple[str, ...],
-    when_empty: Callable[[str], object],
+    when_empty: Callable[[str], object] | None,
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
     if parts < after[: len(parts)]:
         return
@@ -210,7 +208,7 @@ def _values(
         entries = _entries(directory)
     except PermissionError:
         return
-    if not entries:
+    if when_empty is not None and not entries:
         when_empty(str(directory))
     for entry in entries:
         path = (*parts, entry.name)
@@ -274,6 +272,10 @@ class Scratch:
     The directory is on the same file system as the values, so renaming a file makes its value
     visible at once. A lock, unlike a process id, shows which processes are alive even between
     containers and after ids are reused.
+
+    Attributes:
+        directory: path of this process's directory.
+        refused: the error of a disk that accepts no writes; None otherwise.
     """
 
     def __init__(self, root: Path) -> None:
@@ -298,18 +300,14 @@ class Scratch:
         self._lock_fd: int | None = None
         self.refused: OSError | None = None
         try:
-            self._directory, self._lock_fd = _make(writers)
+            self.directory, self._lock_fd = _make(writers)
         except OSError as error:
             if error.errno not in WRITE_REFUSALS:
                 raise
             self.refused = error
-            self._directory = writers / secrets.token_hex(8)
+            self.directory = writers / secrets.token_hex(8)
         self._serial = count()
         self._renewing = threading.Lock()
-
-    @property
-    def directory(self) -> Path:
-        return self._directory
 
     def time(self) -> float | None:
         """Return the Unix time of the machine that has the store's disk, such as an NFS server.
@@ -326,7 +324,7 @@ class Scratch:
 
     def new_path(self) -> str:
         """Return a new path in this process's directory for unfinished values."""
-        return f"{self._directory}/{next(self._serial)}"
+        return f"{self.directory}/{next(self._serial)}"
 
     def renew(self) -> None:
         """Create another directory if this one was removed, for example together with all values.
@@ -336,21 +334,21 @@ class Scratch:
                 now.
         """
         with self._renewing:
-            if os.path.exists(self._directory / _LOCK):
+            if os.path.exists(self.directory / _LOCK):
                 return
             there = next(path for path in self._writers.parents if path.exists())
             if os.stat(there).st_dev != self._device:
                 raise OSError(errno.ENODEV, "the store's file system is not mounted")
             os.makedirs(self._writers, mode=0o700, exist_ok=True)
             gone = self._lock_fd
-            self._directory, self._lock_fd = _make(self._writers)
+            self.directory, self._lock_fd = _make(self._writers)
             if gone is not None:
                 os.close(gone)
 
     def close(self) -> None:
         """Remove the directory. Files that cannot be removed are left for the next process."""
         try:
-            _clear(self._directory)
+            _clear(self.directory)
         finally:
             if self._lock_fd is not None:
                 os.close(self._lock_fd)
@@ -384,11 +382,10 @@ def _lock(directory: Path) -> int | None:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(fd)
-        return None
-    except OSError:
-        os.close(fd)
+        if isinstance(error, BlockingIOError):
+            return None
         raise
     return fd
 
@@ -721,14 +718,11 @@ class UsedBytes:
 
 
 def _read(path: Path) -> int:
-    try:
+    content = b""
+    with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return 0
-    try:
-        content = os.read(fd, _COUNT.size)
-    except OSError:
-        return 0
-    finally:
-        os.close(fd)
+        try:
+            content = os.read(fd, _COUNT.size)
+        finally:
+            os.close(fd)
     return int(_COUNT.unpack(content)[0]) if len(content) == _COUNT.size else 0

@@ -618,13 +618,6 @@ class SlotGate:
         return len(waiting)
 
 
-_TRANSITIONS = {
-    BreakerState.CLOSED: {BreakerState.OPEN},
-    BreakerState.OPEN: {BreakerState.HALF_OPEN},
-    BreakerState.HALF_OPEN: {BreakerState.OPEN, BreakerState.CLOSED},
-}
-
-
 class Breaker:
     """The state of a circuit breaker, which opens after `failures_to_open` failures in a row.
 
@@ -693,11 +686,11 @@ class Breaker:
             return False
         self.num_opened += 1
         self._opened_at = self._clock.monotonic()
-        self._move(BreakerState.OPEN)
+        self.state = BreakerState.OPEN
         return True
 
     def begin_probe(self) -> None:
-        self._move(BreakerState.HALF_OPEN)
+        self.state = BreakerState.HALF_OPEN
 
     def end_probe(self, failure: str | None) -> None:
         """Close the breaker if the probe was answered, else open it again.
@@ -709,14 +702,10 @@ class Breaker:
         self._has_read_failed = False
         if failure is None:
             self._was_degraded_s = self.degraded_s
-            self._move(BreakerState.CLOSED)
-            return
-        self.reason = failure
-        self._move(BreakerState.OPEN)
-
-    def _move(self, to: BreakerState) -> None:
-        assert to in _TRANSITIONS[self.state], f"a breaker does not go from {self.state} to {to}"
-        self.state = to
+            self.state = BreakerState.CLOSED
+        else:
+            self.reason = failure
+            self.state = BreakerState.OPEN
 
 
 @dataclass(eq=False, slots=True)

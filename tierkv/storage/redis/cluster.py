@@ -472,7 +472,7 @@ class Topology:
         self._refreshed.clear()
         self.mark_stale()
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._access.pace.deadline_s(0)):
+            async with asyncio.timeout(self._access.settings.deadline_s(0)):
                 await self._refreshed.wait()
 
     def _join(self, address: Address) -> _Member | None:

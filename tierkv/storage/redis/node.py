@@ -98,9 +98,7 @@ def pipeline(commands: bytes, num_replies: int) -> WireRequest:
         commands: the encoded commands, one after the other.
         num_replies: number of commands.
     """
-    request = WireRequest([memoryview(commands)], None, 0)
-    request.num_replies = num_replies
-    return request
+    return WireRequest([memoryview(commands)], None, 0, num_replies=num_replies)
 
 
 def question_each(verb: str, names: Sequence[str], *more: int) -> WireRequest:
@@ -132,11 +130,14 @@ def put_request(item: PutItem) -> WireRequest:
         options += ["PX", math.ceil(item.ttl_s * 1000)]
     if item.leaves_existing:
         options.append("NX")
-    request = WireRequest(pack_set(item.name, item.parts, options), None, item.num_bytes)
-    request.complete = item.complete
-    # If the first attempt is carried out and its reply lost, a second one would get EXISTED.
-    request.may_retry = not item.only_new
-    return request
+    return WireRequest(
+        pack_set(item.name, item.parts, options),
+        None,
+        item.num_bytes,
+        # If the first attempt is carried out and its reply lost, a second one would get EXISTED.
+        may_retry=not item.only_new,
+        complete=item.complete,
+    )
 
 
 def get_outcome(  # noqa: PLR0911 - a table
@@ -448,7 +449,7 @@ class RedisNode:
             StoreUnavailableError: the server refused a command or did not answer.
         """
         new_connection = connection_factory(address, self._access)
-        deadline_s = self._access.pace.deadline_s(0)
+        deadline_s = self._access.settings.deadline_s(0)
         values: dict[str, StoredValue] = {}
         moving: list[str] = []
         async with conversation(new_connection, url=self.url, deadline_s=deadline_s) as talk:

@@ -20,7 +20,6 @@ from tierkv.storage.redis.wire import (
     InFlightLimit,
     Outcome,
     SendBudget,
-    TransferTimeout,
     Unanswered,
     Wire,
     WireRequest,
@@ -101,7 +100,6 @@ class RedisAccess:
         tls_files: paths of the TLS files, for connections of redis-py; None for plain connections.
         tls: the TLS settings of this package's own connections; None for plain connections.
         stats: totals of connections and bytes.
-        pace: the time limit of a request and its reply.
         send_budget: the bytes that all connections for writes may still send in this event loop
             iteration.
     """
@@ -111,7 +109,6 @@ class RedisAccess:
     tls_files: TlsFiles | None
     tls: SSLContext | None
     stats: WireStats
-    pace: TransferTimeout
     send_budget: SendBudget = field(default_factory=SendBudget)
 
 
@@ -320,7 +317,7 @@ class ConnectionPool:
             raise StoreUnavailableError(f"{self._url} cannot be reached {why}") from error
         wire = Wire(
             pipe,
-            access.pace,
+            access.settings.deadline_s,
             access.stats,
             send_budget=self._send_budget,
             in_flight_limit=self._in_flight_limit,
@@ -341,14 +338,13 @@ class ConnectionPool:
 
     async def _log_in(self, wire: Wire) -> None:
         for command in self._access.login.commands():
-            request = WireRequest([memoryview(pack(*command))], None, 0)
-            request.is_login = True
             if wire.is_lost:
                 return
-            request.batch = Batch(1)
+            batch = Batch(1)
+            request = WireRequest([memoryview(pack(*command))], None, 0, batch=batch, is_login=True)
             wire.submit(request, since=asyncio.get_running_loop().time())
             wire.send()
-            await request.batch.ended
+            await batch.ended
             outcome = request.outcome
             assert outcome is not None, "it has ended"
             if isinstance(outcome, Unanswered):

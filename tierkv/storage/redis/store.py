@@ -111,7 +111,7 @@ class SentinelLocator:
             connection_factory(sentinel, self._access, login),
             ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._url.service),
             url=f"the sentinel at {sentinel}",
-            deadline_s=self._access.pace.deadline_s(0) / len(self._sentinels),
+            deadline_s=settings.deadline_s(0) / len(self._sentinels),
         )
         if not isinstance(reply, list) or len(reply) != _ADDRESS_PARTS:
             raise StoreUnavailableError(
@@ -178,7 +178,7 @@ class RedisStore(BaseStore):
         files = self._settings.tls if self._url.is_tls else None
         context = None if files is None else await in_thread(files.context)
         login = Login(self._url.username, self._url.password, self._url.db)
-        access = RedisAccess(self._settings, login, files, context, self.stats, self._settings.pace)
+        access = RedisAccess(self._settings, login, files, context, self.stats)
         router = _router(self._url, access, self._ours)
         async with router.running():
             await router.ping()
@@ -200,7 +200,7 @@ class RedisStore(BaseStore):
     async def _read_clock(self, router: Router, access: RedisAccess) -> None:
         try:
             new_connection = connection_factory(await router.nodes()[0].locate(), access)
-            deadline_s = access.pace.deadline_s(0)
+            deadline_s = self._settings.deadline_s(0)
             async with conversation(new_connection, url=self.url, deadline_s=deadline_s) as talk:
                 # PING connects, so that the time of connecting is not part of the next exchange.
                 await talk.ask([("PING",)])
@@ -388,8 +388,7 @@ class RedisStore(BaseStore):
 
     def _opened(self) -> Router:
         if self._router is None:
-            check_reply(Unanswered(f"{self.url} is closed"), ())
-        assert self._router is not None, "the line above raises"
+            raise StoreUnavailableError(f"{self.url} is closed")
         return self._router
 
 

@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, unquote
 
 from tierkv.config import Fixed, all_above_zero
 from tierkv.errors import ConfigError
-from tierkv.storage.redis.wire import Address, TransferTimeout, port_of
+from tierkv.storage.redis.wire import Address, port_of
 
 ACCEPTED = (
     "redis://[user:password@]host[:port][/db], the same with rediss:// for TLS, "
@@ -246,6 +246,10 @@ class RedisSettings:
                 raise ConfigError(f"storage.redis.{name} must be 1 to 256, not {count}")
         all_above_zero("", self, "timeout_s", "connect_timeout_s", "slowest_bytes_per_s")
 
-    @property
-    def pace(self) -> TransferTimeout:
-        return TransferTimeout(self.timeout_s, self.slowest_bytes_per_s)
+    def deadline_s(self, num_bytes: int) -> float:
+        """Return the time limit in seconds of a request and its reply.
+
+        Args:
+            num_bytes: number of bytes that are transferred.
+        """
+        return self.timeout_s + num_bytes / self.slowest_bytes_per_s

@@ -397,23 +397,6 @@ class WireRequest:
             self.settle(Unanswered("withdrawn: its caller was cancelled"))
 
 
-@dataclass(slots=True)
-class TransferTimeout:
-    """The time limit of a request and its reply: a fixed time plus a time for each byte.
-
-    Attributes:
-        timeout_s: fixed part of the limit, in seconds.
-        slowest_bytes_per_s: lowest accepted transfer rate, in bytes per second; its inverse is the
-            time for each byte.
-    """
-
-    timeout_s: float
-    slowest_bytes_per_s: float
-
-    def deadline_s(self, num_bytes: int) -> float:
-        return self.timeout_s + num_bytes / self.slowest_bytes_per_s
-
-
 class InFlightLimit:
     """A limit on the bytes of values that are in flight to or from one server.
 
@@ -543,7 +526,7 @@ class Wire:
 
     Args:
         pipe: the connected socket.
-        pace: time limit of a request and its replies: a fixed time, plus a time for each byte.
+        deadline_s: returns the time limit of requests, in seconds, for their number of bytes.
         stats: counters of all connections, to which this connection adds.
         send_budget: bytes that may still be sent in this iteration of the event loop, shared with
             other connections.
@@ -560,7 +543,7 @@ class Wire:
     def __init__(
         self,
         pipe: Pipe,
-        pace: TransferTimeout,
+        deadline_s: Callable[[int], float],
         stats: WireStats,
         *,
         send_budget: SendBudget,
@@ -568,7 +551,7 @@ class Wire:
         owner: Owner,
     ) -> None:
         self._pipe = pipe
-        self._pace = pace
+        self._deadline_s = deadline_s
         self._stats = stats
         self._send_budget = send_budget
         self._in_flight_limit = in_flight_limit
@@ -608,7 +591,7 @@ class Wire:
         request.was_sent = True
         request.make_ready()
         self._in_flight_bytes += request.num_bytes
-        allowed_s = self._pace.deadline_s(self._in_flight_bytes)
+        allowed_s = self._deadline_s(self._in_flight_bytes)
         due = max(since + allowed_s, self._loop.time() + allowed_s / 2)
         self._in_flight.append(_InFlight(request, allowed_s, due))
         self._in_flight_limit.began(request.bulk_bytes)
