@@ -184,8 +184,15 @@ class Codec(ABC):
             identity: layout, key and number of tokens, for the header.
         """
         number, stored = self._payloads.encode(payload)
-        fields = pack_fields(
-            identity, memoryview(stored).nbytes, flags=self.flags, payload_codec=number
+        fields = _FIELDS.pack(
+            MAGIC,
+            VERSION,
+            self.flags,
+            identity.layout_digest[:LAYOUT_DIGEST_BYTES],
+            identity.key_digest,
+            identity.num_tokens,
+            number,
+            memoryview(stored).nbytes,
         )
         return self._close(fields, stored, identity)
 
@@ -422,29 +429,6 @@ class PlainCodec(Codec):
             checksum = _checksum(fields, stored)
         if checksum != rest:
             raise DamagedValueError(Damage.CHECKSUM, "the checksum does not match the bytes")
-
-
-def pack_fields(
-    identity: ValueIdentity, payload_bytes: int, *, flags: int, payload_codec: int = IDENTITY
-) -> bytes:
-    """Return the part of a header that all codecs have in common: its first FIELDS_BYTES bytes.
-
-    Args:
-        identity: layout, key and number of tokens of the block.
-        payload_bytes: number of bytes after the header.
-        flags: flags of the codec: 0, FLAG_SIGNED or FLAG_SEALED.
-        payload_codec: number of the payload codec; IDENTITY for none.
-    """
-    return _FIELDS.pack(
-        MAGIC,
-        VERSION,
-        flags,
-        identity.layout_digest[:LAYOUT_DIGEST_BYTES],
-        identity.key_digest,
-        identity.num_tokens,
-        payload_codec,
-        payload_bytes,
-    )
 
 
 def check_fields(

@@ -213,16 +213,12 @@ def _values(
     for entry in entries:
         path = (*parts, entry.name)
         if entry.is_dir(follow_symlinks=False):
-            if _leads_to_values(path):
+            if _ABOVE_VALUES.fullmatch("/".join(path)):
                 yield from _values(Path(entry.path), path, prefix, after, when_empty)
         elif path > after:
             name = name_of(path)
             if name is not None and name.startswith(prefix):
                 yield name, entry
-
-
-def _leads_to_values(path: tuple[str, ...]) -> bool:
-    return _ABOVE_VALUES.fullmatch("/".join(path)) is not None
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:
@@ -571,10 +567,6 @@ class Room:
         if self._capacity_bytes is not None:
             self._used.add(num_bytes)
 
-    def _free_bytes(self) -> int:
-        disk = os.statvfs(self._root)
-        return disk.f_bavail * disk.f_frsize
-
     def _fits(self, num_bytes: int) -> bool:
         if self._lacking_bytes(num_bytes) > 0:
             return False
@@ -590,7 +582,8 @@ class Room:
         """
         if not self._min_free_bytes:
             return 0
-        return self._min_free_bytes + num_bytes - self._free_bytes()
+        disk = os.statvfs(self._root)
+        return self._min_free_bytes + num_bytes - disk.f_bavail * disk.f_frsize
 
     def _evict(
         self, num_bytes: int, remove: Callable[[str], bool], *, is_refused: bool = False

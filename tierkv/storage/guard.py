@@ -149,7 +149,6 @@ class GuardedStore(StoreWrapper):
         self._probe_name = ""
         self._missing = NegativeCache(settings.negative_ttl_s, clock)
         self._tokens = _MAX_TOKENS if settings.retries_per_operation else 0.0  # for retries
-        self._random = random.Random()
         self._tasks: asyncio.TaskGroup | None = None
         self._recovery_callbacks: MutableSequence[Callable[[], None]] = []
         self._num_retries = self._num_refused = 0
@@ -367,15 +366,12 @@ class GuardedStore(StoreWrapper):
                 self._missing.forget(item.name)
 
     async def _write(self, items: Sequence[PutItem]) -> Sequence[PutOutcome]:
-        try:
-            self._check_breaker()
-        except StoreUnavailableError as error:
-            return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
-        if self._clock.monotonic() < self._full_until:
-            return [PutOutcome(PutStatus.FULL, self._write_refusal)] * len(items)
         num_bytes = sum(item.num_bytes for item in items)
         deadline_s = self._deadline_s(num_bytes, self._settings.write_timeout_s)
         try:
+            self._check_breaker()
+            if self._clock.monotonic() < self._full_until:
+                return [PutOutcome(PutStatus.FULL, self._write_refusal)] * len(items)
             async with self._within(deadline_s, writes=True):
                 outcomes = await self._with_known_errors(lambda store: store.put(items))
         except StoreUnavailableError as error:
@@ -460,7 +456,7 @@ class GuardedStore(StoreWrapper):
         return True
 
     async def _pause(self) -> None:
-        await asyncio.sleep(self._random.uniform(0, _MAX_JITTER_S))
+        await asyncio.sleep(random.uniform(0, _MAX_JITTER_S))
 
     # The breaker
 

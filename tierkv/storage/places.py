@@ -327,7 +327,20 @@ class Places:
     def _places(self) -> Sequence[_Attached]:
         return (self._common, *self._own.values())
 
-    # Operations. Without tenants' stores, all names go to the common one, which checks them.
+    # Operations. Without tenants' stores, all names go to the common one.
+
+    async def _joined(
+        self,
+        asked: Sequence[Asked],
+        ask: Callable[[Store, Sequence[Asked]], Awaitable[list[T]]],
+    ) -> list[T]:
+        """Like `_answers`, for a call with one result per item; return them in the items' order."""
+        if not self._own:
+            with self._common as store:
+                return await ask(store, asked)
+        answers = await self._answers(asked, ask)
+        by_index = {i: one for at, some in answers for i, one in zip(at, some, strict=True)}
+        return [by_index[i] for i in range(len(by_index))]
 
     async def ping(self) -> None:
         for one in self._places:
@@ -342,36 +355,25 @@ class Places:
         return min((at[n] for at, n in answers if n < len(at)), default=len(names))
 
     async def present(self, names: Sequence[str]) -> list[bool]:
-        if not self._own:
-            with self._common as store:
-                return await store.present(names)
-        return _joined(
-            await self._answers(check_names(names), lambda store, some: store.present(some))
-        )
+        return await self._joined(check_names(names), lambda store, some: store.present(some))
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        if not self._own:
-            with self._common as store:
-                return await store.get_into(items)
-        return _joined(await self._answers(items, lambda store, some: store.get_into(some)))
+        return await self._joined(items, lambda store, some: store.get_into(some))
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         with self._place_of(name) as store:
             return await store.get(name, max_bytes=max_bytes)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        if not self._own:
-            with self._common as store:
-                return await store.put(items)
-        return _joined(await self._answers(items, lambda store, some: store.put(some)))
+        return await self._joined(items, lambda store, some: store.put(some))
 
     async def delete(self, names: Sequence[str]) -> int:
         answers = await self._answers(check_names(names), lambda store, some: store.delete(some))
         return sum(count for _, count in answers)
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        return _joined(
-            await self._answers(check_names(names), lambda store, some: store.forget_damaged(some))
+        return await self._joined(
+            check_names(names), lambda store, some: store.forget_damaged(some)
         )
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
@@ -439,11 +441,6 @@ class Places:
                 raise answer
             answers.append((at, answer))
         return answers
-
-
-def _joined(answers: Sequence[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
-    by_index = {i: one for at, some in answers for i, one in zip(at, some, strict=True)}
-    return [by_index[i] for i in range(len(by_index))]
 
 
 class _NotifierOfCommon:

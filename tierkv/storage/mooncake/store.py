@@ -150,17 +150,13 @@ class MooncakeValues:
         Raises:
             StoreUnavailableError: the master does not answer.
         """
-        statuses = self._states(names)
+        statuses = self._client.batch_is_exist(list(names)) if names else []
         for status in statuses:
             if status < 0 and status != _NOT_FOUND:
                 raise StoreUnavailableError(
                     f"{self._url} does not answer (Mooncake's error {status})"
                 )
         return [status == 1 for status in statuses]
-
-    def _states(self, names: Sequence[str]) -> Sequence[int]:
-        """Return for each name 1 if Mooncake has a value, 0 if not, or an error code."""
-        return self._client.batch_is_exist(list(names)) if names else []
 
     def delete(self, names: Sequence[str]) -> int:
         """Remove values; return how many of them existed.
@@ -299,7 +295,7 @@ class MooncakeValues:
         if given_up.is_set():
             return [PutOutcome(PutStatus.FAILED, self._unsent(item.name)) for item in items]
         started = time.monotonic()
-        states = self._states([item.name for item in items])
+        states = self._client.batch_is_exist([item.name for item in items])
         outcomes = [self._put_one(item, state) for item, state in zip(items, states, strict=True)]
         fresh = [at for at, outcome in enumerate(outcomes) if outcome is None]
         statuses = self._put_fresh([items[at] for at in fresh])

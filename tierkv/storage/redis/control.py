@@ -72,6 +72,7 @@ class RedisNotifier:
         self._topics = Topics()
         self._asked: set[str] = set()
         self._live: set[str] = set()
+        self._heard_at = 0.0  # the server's last reply, on the loop's clock
         self._has_warned = False
 
     @asynccontextmanager
@@ -100,9 +101,9 @@ class RedisNotifier:
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     connection = await self._connect()
-                clock = _LastReply()
-                async with background({"tierkv-redis-subscribe": self._ask(connection, clock)}):
-                    await self._receive(connection, clock)
+                self._heard_at = asyncio.get_running_loop().time()
+                async with background({"tierkv-redis-subscribe": self._ask(connection)}):
+                    await self._receive(connection)
             except ResponseError as error:
                 self._warn(str(error))
                 pause_s = _LONGEST_PAUSE_S
@@ -123,11 +124,10 @@ class RedisNotifier:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _ask(self, connection: RedisConnection, clock: _LastReply) -> None:
+    async def _ask(self, connection: RedisConnection) -> None:
         """Keep the connection subscribed to all topics that have listeners, until it fails.
 
-        If the server sends nothing for _SILENT_S seconds, raise StoreUnavailableError. `clock` has
-        the time of the server's last reply.
+        If the server sends nothing for _SILENT_S seconds, raise StoreUnavailableError.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -146,20 +146,20 @@ class RedisNotifier:
                 async with asyncio.timeout(_PING_EVERY_S):
                     await self._topics.changed.wait()
             except TimeoutError:
-                if loop.time() - clock.at > _SILENT_S:
+                if loop.time() - self._heard_at > _SILENT_S:
                     raise StoreUnavailableError(
                         f"{self._url} does not answer on the connection for notifications"
                     ) from None
                 if self._asked:
                     await _send(connection, [("PING",)])
                 else:
-                    clock.at = loop.time()
+                    self._heard_at = loop.time()
 
-    async def _receive(self, connection: RedisConnection, clock: _LastReply) -> None:
+    async def _receive(self, connection: RedisConnection) -> None:
         loop = asyncio.get_running_loop()
         while True:
             reply = await connection.read_response()
-            clock.at = loop.time()
+            self._heard_at = loop.time()
             if not isinstance(reply, list) or len(reply) != _WORDS:
                 continue
             kind, topic_reply, content = reply
@@ -187,13 +187,6 @@ class RedisNotifier:
 async def _send(connection: RedisConnection, commands: Sequence[Command]) -> None:
     async with asyncio.timeout(_SILENT_S):
         await connection.send_packed_command(connection.pack_commands(commands))
-
-
-class _LastReply:
-    """The time of the last message from the server, on the loop's clock."""
-
-    def __init__(self) -> None:
-        self.at = asyncio.get_running_loop().time()
 
 
 Argument = bytes | str | int

@@ -394,13 +394,7 @@ class RedisNode:
         return found
 
     async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
-        if not names:
-            return []
-        request = question_each(verb, names, *more)
-        [outcome] = await self.pools[Purpose.QUESTION].ask([request])
-        if isinstance(outcome, Unanswered):
-            raise StoreUnavailableError(outcome.reason)
-        return [expect(int, check_reply(reply, (verb,))) for reply in outcome]
+        return await self._numbers(verb, question_each(verb, names, *more)) if names else []
 
     async def _count_leading(self, names: Sequence[str]) -> int:
         # One exchange counts the values of all parts; the first incomplete part is divided again.
@@ -409,7 +403,8 @@ class RedisNode:
         num_parts = len(names) if self._is_far else _PARTS
         while True:
             parts, began = list(cut(names, -(-len(names) // num_parts))), time()
-            counts = await self._counts(parts)
+            wire = b"".join([pack_all("EXISTS", part) for part in parts])
+            counts = await self._numbers("EXISTS", pipeline(wire, len(parts)))
             self._is_far = time() - began > _FAR_S
             num_parts = len(names) if self._is_far else _PARTS
             for part, count in zip(parts, counts, strict=True):
@@ -422,12 +417,12 @@ class RedisNode:
                 return present
             names = part
 
-    async def _counts(self, parts: Sequence[Sequence[str]]) -> list[int]:
-        wire = b"".join([pack_all("EXISTS", part) for part in parts])
-        [outcome] = await self.pools[Purpose.QUESTION].ask([pipeline(wire, len(parts))])
+    async def _numbers(self, verb: str, request: WireRequest) -> list[int]:
+        """Send commands that begin with `verb`, and return the number in each reply."""
+        [outcome] = await self.pools[Purpose.QUESTION].ask([request])
         if isinstance(outcome, Unanswered):
             raise StoreUnavailableError(outcome.reason)
-        return [expect(int, check_reply(reply, ("EXISTS",))) for reply in outcome]
+        return [expect(int, check_reply(reply, (verb,))) for reply in outcome]
 
     async def list(
         self, address: Address, prefix: str, position: int, limit: int
