@@ -177,16 +177,19 @@ async def test_a_listener_comes_back_after_its_server_was_killed() -> None:
     pytest.fail("nothing was heard again")
 
 
+def url_of_user(server: RedisServer, *rights: str) -> str:
+    """Return the URL for a user with `rights` and those that each store needs."""
+    of_stores = ("+get", "+set", "+exists", "+unlink", "+pexpire", "+ping")
+    user = ("reset", "on", ">pw", "~tierkv:*")
+    server.execute("ACL", "SETUSER", "limited", *user, *of_stores, *rights)
+    return f"redis://limited:pw@127.0.0.1:{server.port}/0"
+
+
 async def test_a_user_who_may_not_tell_polls_and_it_is_said_once(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.execute(
-        "ACL", "SETUSER", "narrow", "on", ">pw", "~tierkv:*",
-        "+get", "+set", "+exists", "+unlink", "+pexpire", "+ping",
-    )  # fmt: skip
-    url = f"redis://narrow:pw@127.0.0.1:{server.port}/0"
     caplog.set_level(logging.WARNING)
-    async with opened(url) as [(store, notifier)]:
+    async with opened(url_of_user(server)) as [(store, notifier)]:
         with notifier.listen(TOPIC) as listener:
             for _ in range(3):
                 await notifier.notify(TOPIC, "x")
@@ -198,13 +201,8 @@ async def test_a_user_who_may_not_tell_polls_and_it_is_said_once(
 
 
 async def test_the_documented_access_is_enough(server: RedisServer) -> None:
-    server.execute(
-        "ACL", "SETUSER", "node", "on", ">pw", "~tierkv:*", "&tierkv:*",
-        "+get", "+set", "+exists", "+unlink", "+pexpire", "+ping",
-        "+publish", "+subscribe", "+unsubscribe",
-    )  # fmt: skip
-    url = f"redis://node:pw@127.0.0.1:{server.port}/0"
-    async with opened(url) as [(_, notifier)]:
+    rights = ("&tierkv:*", "+publish", "+subscribe", "+unsubscribe")
+    async with opened(url_of_user(server, *rights)) as [(_, notifier)]:
         with notifier.listen(TOPIC) as listener:
             await live(listener)
             await notifier.notify(TOPIC, "x")
