@@ -25,7 +25,7 @@ from tierkv.cache.layout import Layout, Plane
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuHostSlots
-from tierkv.storage.codec import TenantCodecs, Trust
+from tierkv.storage.codec import PAYLOAD_CODECS, PayloadCodecs, TenantCodecs, Trust
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetStatus, PutItem
 from tierkv.transfer.storage_io import Slice, Slices, StorageIO
@@ -159,6 +159,7 @@ class Node:
     store: MemoryStore
     size: int
     trust: Trust
+    payloads: PayloadCodecs = PAYLOAD_CODECS
     layout: Layout = field(init=False)
     fingerprint: Fingerprint = field(init=False)
 
@@ -185,17 +186,36 @@ class Node:
             self.layout,
             self.parts[0].host,
             block_ttl_s=None,
-            codecs=TenantCodecs(self.trust, KEY),
+            codecs=TenantCodecs(self.trust, KEY, self.payloads),
             slices=Slices(names, self.parts, scheme, [1, 2, 4, 8]),
         )
 
     def stored_keys(self) -> Sequence[StoredKey]:
         return stored_keys(self.fingerprint.root(), Prompt.of(TOKENS, BLOCK))
 
+    async def check_fetch(self) -> None:
+        """Fetch the two blocks and the tail, and check every byte of the slots."""
+        outcomes = await self.io.fetch(self.stored_keys(), SLOTS)
+        assert [outcome.status for outcome in outcomes] == [GetStatus.HIT] * 3
+        for part in self.parts:
+            for slot, (block, tokens) in enumerate(zip(blocks(), NUM_TOKENS, strict=True)):
+                for plane in block.values():
+                    plane[tokens:] = 0
+                expected = payload(block, BLOCK, part.shard.rank, self.size)
+                assert part.host.array[slot].tobytes() == expected
+
+    def fill_slots(self) -> None:
+        for part in self.parts:
+            for slot, block in enumerate(blocks()):
+                content = payload(block, BLOCK, part.shard.rank, self.size)
+                part.host.array[slot] = np.frombuffer(content, np.uint8)
+
 
 @asynccontextmanager
-async def node(size: int, trust: Trust) -> AsyncIterator[Node]:
-    one = Node(MemoryStore(MemorySettings(), SystemClock()), size, trust)
+async def node(
+    size: int, trust: Trust, payloads: PayloadCodecs = PAYLOAD_CODECS
+) -> AsyncIterator[Node]:
+    one = Node(MemoryStore(MemorySettings(), SystemClock()), size, trust, payloads)
     async with one.store.running(), one.io.running():
         yield one
 
@@ -228,10 +248,7 @@ def test_digests_are_as_documented() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 async def test_what_a_node_writes_is_as_documented(size: int, trust: Trust) -> None:
     async with node(size, trust) as one:
-        for part in one.parts:
-            for slot, block in enumerate(blocks()):
-                before = payload(block, BLOCK, part.shard.rank, size)
-                part.host.array[slot] = np.frombuffer(before, np.uint8)
+        one.fill_slots()
         await one.io.flush(one.stored_keys(), SLOTS)
         for digest, block, tokens in zip(digests(), blocks(), NUM_TOKENS, strict=True):
             for rank in range(size):
@@ -267,14 +284,7 @@ async def test_what_is_written_as_documented_is_read_by_a_node(
                 content = payload(block, tokens, rank, writer)
                 whole = value(trust, digest, layout_digest(rank, writer), tokens, content)
                 await one.store.put([PutItem(name(digest, rank, writer, tokens), (whole,))])
-        outcomes = await one.io.fetch(one.stored_keys(), SLOTS)
-        assert [outcome.status for outcome in outcomes] == [GetStatus.HIT] * 3
-        for part in one.parts:
-            for slot, (block, tokens) in enumerate(zip(blocks(), NUM_TOKENS, strict=True)):
-                for plane in block.values():
-                    plane[tokens:] = 0
-                expected = payload(block, BLOCK, part.shard.rank, reader)
-                assert part.host.array[slot].tobytes() == expected
+        await one.check_fetch()
 
 
 async def test_a_list_of_tails_written_as_documented_is_used() -> None:

@@ -12,7 +12,15 @@ import pytest
 
 from tests.faulty import FaultyStore
 from tests.latch import until
-from tests.storage.values import TurnedClock, get_one, guarded, landing, memory, put_one
+from tests.storage.values import (
+    TurnedClock,
+    get_one,
+    guarded,
+    landing,
+    memory,
+    put_one,
+    refused,
+)
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.base import StoreWrapper
@@ -58,12 +66,6 @@ async def make() -> AsyncIterator[Make]:
             return pair
 
         yield open_pair
-
-
-async def refused(asking: Awaitable[object]) -> str:
-    with pytest.raises(StoreUnavailableError) as caught:
-        await asking
-    return str(caught.value)
 
 
 async def failed(pair: Pair) -> str:

@@ -17,19 +17,7 @@ import numpy as np
 import pytest
 
 from tests.redis_server import RedisServer
-from tests.storage.test_format_document import (
-    BLOCK,
-    KEY,
-    NUM_TOKENS,
-    SLOTS,
-    TOKENS,
-    Node,
-    blocks,
-    digests,
-    node,
-    opened,
-    payload,
-)
+from tests.storage.test_format_document import KEY, SLOTS, TOKENS, digests, node, opened
 from tests.storage.values import put_one
 from tests.stored import stored_keys
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
@@ -263,45 +251,22 @@ RECORDED: dict[str, dict[str, str]] = json.loads(
 @pytest.mark.parametrize("payloads", [PAYLOAD_CODECS, ZLIB])
 @pytest.mark.parametrize("trust", Trust)
 async def test_values_of_the_last_release_are_read(trust: Trust, payloads: PayloadCodecs) -> None:
-    async with node(1, trust) as one, reading(one, trust, payloads) as io:
+    async with node(1, trust, payloads) as one:
         for name, content in RECORDED[trust.value].items():
             await put_one(one.store, name, bytes.fromhex(content))
-        outcomes = await io.fetch(one.stored_keys(), SLOTS)
-        assert [outcome.status for outcome in outcomes] == [GetStatus.HIT] * 3
-        for slot, (block, tokens) in enumerate(zip(blocks(), NUM_TOKENS, strict=True)):
-            for plane in block.values():
-                plane[tokens:] = 0
-            assert one.parts[0].host.array[slot].tobytes() == payload(block, BLOCK, 0, 1)
+        await one.check_fetch()
         parent, tail = digests()[1:]
         wanted = np.array(TOKENS[8:], "<i4").tobytes()
-        found = await io.tails.best(parent, wanted, b"", "")
+        found = await one.io.tails.best(parent, wanted, b"", "")
         assert found is not None
         assert found.key.digest == tail
-
-
-@asynccontextmanager
-async def reading(one: Node, trust: Trust, payloads: PayloadCodecs) -> AsyncIterator[StorageIO]:
-    """Yield the `StorageIO` that `one` would have with other payload codecs."""
-    io = StorageIO(
-        one.store,
-        one.io.names,
-        one.layout,
-        one.parts[0].host,
-        block_ttl_s=None,
-        codecs=TenantCodecs(trust, KEY, payloads),
-        slices=one.io.slices,
-    )
-    async with io.running():
-        yield io
 
 
 @pytest.mark.parametrize("trust", Trust)
 async def test_the_last_release_can_read_what_is_written_now(trust: Trust) -> None:
     """The stored bytes are the same; values with a random nonce are compared after decryption."""
     async with node(1, trust) as one:
-        for slot, block in enumerate(blocks()):
-            content = payload(block, BLOCK, 0, 1)
-            one.parts[0].host.array[slot] = np.frombuffer(content, np.uint8)
+        one.fill_slots()
         await one.io.flush(one.stored_keys(), SLOTS)
         for name, recorded in RECORDED[trust.value].items():
             written = await one.store.get(name, max_bytes=1 << 20)

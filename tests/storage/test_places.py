@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faulty import FaultyStore
+from tests.latch import until
 from tests.redis_server import RedisServer
 from tests.storage.test_storage_tier import tier
 from tests.storage.values import TWENTY, Routed, check, fill, get_one, memory, put_one
@@ -140,38 +141,29 @@ async def test_a_tenants_store_that_is_late_when_all_starts_is_asked_again(
         empty_redis.resume()
 
 
-class RefusingStore(MemoryStore):
-    num_tries = 0
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        self.num_tries += 1
-        raise StoreUnavailableError("nobody listens there")
-        yield
-
-
-async def test_a_store_that_refuses_is_not_asked_on_and_on() -> None:
-    store = RefusingStore(MemorySettings(), SystemClock())
-    with pytest.raises(StoreUnavailableError, match="nobody listens there"):
-        async with Places(store).running():
-            raise AssertionError("it opens")
-    assert store.num_tries <= 3  # one, if this process was not delayed by as long as a late answer
-
-
 class ShutStore(MemoryStore):
     """A store that fails to open, as soon as `may_say` is set."""
 
     def __init__(self) -> None:
         super().__init__(MemorySettings(), SystemClock())
-        self.is_tried = asyncio.Event()
+        self.num_tries = 0
         self.may_say = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        self.is_tried.set()
+        self.num_tries += 1
         await self.may_say.wait()
         raise StoreUnavailableError("shut")
         yield
+
+
+async def test_a_store_that_refuses_is_not_asked_on_and_on() -> None:
+    store = ShutStore()
+    store.may_say.set()
+    with pytest.raises(StoreUnavailableError, match="shut"):
+        async with Places(store).running():
+            raise AssertionError("it opens")
+    assert store.num_tries <= 3  # one, if this process was not delayed by as long as a late answer
 
 
 async def test_a_store_that_cannot_be_opened_is_no_error_once_its_attach_was_cancelled() -> None:
@@ -180,7 +172,7 @@ async def test_a_store_that_cannot_be_opened_is_no_error_once_its_attach_was_can
     store, place = ShutStore(), Places()
     async with place.running():
         attach = asyncio.ensure_future(place.attach(store))
-        await store.is_tried.wait()
+        await until(lambda: store.num_tries == 1, "a try")
         attach.cancel()
         with pytest.raises(asyncio.CancelledError):
             await attach

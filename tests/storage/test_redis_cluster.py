@@ -259,6 +259,11 @@ def id_of(server: RedisServer) -> str:
     return reply.decode()
 
 
+def begin_to_move(slot: int, source: RedisServer, target: RedisServer) -> None:
+    target.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", id_of(source))
+    source.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", id_of(target))
+
+
 def move_all(cluster: RedisCluster, source: RedisServer, target: RedisServer) -> None:
     """Move all slots of a server: slots with values one by one, the other slots at once.
 
@@ -289,8 +294,7 @@ async def test_values_on_their_way_between_two_masters_are_listed(
     target = next(server for server in cluster.masters if server is not source)
 
     def move_the_values_only() -> None:
-        target.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", id_of(source))
-        source.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", id_of(target))
+        begin_to_move(slot, source, target)
         source.execute("MIGRATE", "127.0.0.1", target.port, name, 0, 60_000)
 
     async with store.running():

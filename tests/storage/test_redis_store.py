@@ -31,6 +31,7 @@ from tests.storage.values import (
     landing,
     put_one,
     redis_store,
+    refused,
 )
 from tierkv.cli.storage import storage
 from tierkv.errors import StoreRefusedError, StoreUnavailableError
@@ -129,12 +130,6 @@ async def test_a_connection_given_up_is_closed_though_its_peer_took_nothing(
 
 def num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-async def refused(work: object) -> str:
-    with pytest.raises(StoreUnavailableError) as caught:
-        await work  # type: ignore[misc]
-    return str(caught.value)
 
 
 async def test_an_idle_connection_shows_that_it_is_in_use(empty_redis: RedisServer) -> None:

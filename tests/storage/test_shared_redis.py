@@ -8,7 +8,7 @@ import pytest
 
 from tests.redis_groups import RedisCluster
 from tests.redis_server import RedisServer
-from tests.storage.test_redis_cluster import id_of
+from tests.storage.test_redis_cluster import begin_to_move
 from tests.storage.values import PATIENT, content_of, get_one, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
@@ -148,8 +148,7 @@ async def test_a_slot_on_its_way_is_followed_with_the_documented_rights(
 
     def begin() -> None:
         give_rights(servers, *OF_CLUSTERS)
-        target.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", id_of(source))
-        source.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", id_of(target))
+        begin_to_move(slot, source, target)
 
     def end() -> None:
         for server in servers:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.faulty import FaultyStore
 from tierkv.clock import Clock, SystemClock
+from tierkv.errors import StoreUnavailableError
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.places import Places
@@ -111,6 +114,12 @@ async def get_one(store: Store, name: str, num_bytes: int) -> tuple[GetStatus, b
     item, [buffer] = landing(name, num_bytes)
     [outcome] = await store.get_into([item])
     return outcome.status, bytes(buffer)
+
+
+async def refused(asking: Awaitable[object]) -> str:
+    with pytest.raises(StoreUnavailableError) as caught:
+        await asking
+    return str(caught.value)
 
 
 async def cancelled_after(ticks: int, work: Coroutine[object, object, object]) -> None:
