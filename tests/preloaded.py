@@ -44,32 +44,40 @@ _PYTHONPATH = os.environ.get("PYTHONPATH")
 class Forked:
     """A process of `tierkv`, with the methods of asyncio's that tests use."""
 
-    def __init__(self, status: _Pipe, out: _Pipe, err: _Pipe | None) -> None:
+    def __init__(self, status: _Reading, out: _Reading, err: _Reading | None) -> None:
         self.pid = 0
         self.returncode: int | None = None
-        self.stdout = out.reader
-        self._status, self._out, self._err = status, out, err
+        self.stdout = out[0]
+        self._status, self._stderr = status[0], None if err is None else err[0]
+        self._transports = [pipe[1] for pipe in (status, out, err) if pipe is not None]
         self._lock = asyncio.Lock()
 
-    async def begin(self) -> None:
-        self.pid = int(await self._status.reader.readline())
+    @classmethod
+    async def begun(
+        cls, arguments: Sequence[str | Path], environ: Mapping[str, str], stderr: int | None
+    ) -> Forked:
+        status, out, err, stdin = _request("tierkv", arguments, environ, stderr)
+        os.close(stdin)
+        read_err = None if err is None else await _reading(err)
+        self = cls(await _reading(status), await _reading(out), read_err)
+        self.pid = int(await self._status.readline())
+        return self
 
     async def wait(self) -> int:
         """Wait until the process has ended, and return its exit status."""
         async with self._lock:
             if self.returncode is None:
-                line = await self._status.reader.readline()
+                line = await self._status.readline()
                 self.returncode = int(line) if line else _LOST
-                for pipe in (self._status, self._out, self._err):
-                    if pipe is not None:
-                        pipe.transport.close()
+                for transport in self._transports:
+                    transport.close()
             return self.returncode
 
     async def communicate(self) -> tuple[bytes, bytes]:
         """Return all that the process writes to stdout and stderr, once it has ended."""
-        assert self._err is not None, "stderr is no pipe"
+        assert self._stderr is not None, "stderr is no pipe"
         async with asyncio.TaskGroup() as group:
-            err = group.create_task(self._err.reader.read())
+            err = group.create_task(self._stderr.read())
             out = await self.stdout.read()
         await self.wait()
         return out, err.result()
@@ -103,16 +111,8 @@ class ForkedProgram:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.returncode: int | None = None
-        (stdin, their_in), (out, their_out), (status, their_status) = (
-            os.pipe()[::-1],
-            os.pipe(),
-            os.pipe(),
-        )
-        err, their_err = os.pipe() if stderr is None else (None, os.dup(stderr))
-        theirs = [their_out, their_err, their_status, their_in]
-        _request(arguments, module=module, environ={**os.environ, **(environ or {})}, fds=theirs)
-        for fd in theirs:
-            os.close(fd)
+        whole = {**os.environ, **(environ or {})}
+        status, out, err, stdin = _request(module, arguments, whole, stderr)
         self.stdin, self.stdout = os.fdopen(stdin, "wb", 0), os.fdopen(out, "rb")
         self._err = None if err is None else os.fdopen(err, "rb")
         self._status = os.fdopen(status, "rb")
@@ -161,22 +161,15 @@ def output_of(module: str, *arguments: str | Path) -> str:
     return out.decode()
 
 
-class _Pipe:
-    """The end of a pipe that this process reads, and the number of the other end."""
+_Reading = tuple[asyncio.StreamReader, asyncio.ReadTransport]
 
-    reader: asyncio.StreamReader
-    transport: asyncio.ReadTransport
-    other: int
 
-    @classmethod
-    async def open(cls) -> _Pipe:
-        self = cls()
-        theirs, self.other = os.pipe()
-        self.reader = asyncio.StreamReader()
-        self.transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(self.reader), os.fdopen(theirs, "rb", 0)
-        )
-        return self
+async def _reading(fd: int) -> _Reading:
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", 0)
+    )
+    return reader, transport
 
 
 _requests: socket.socket | None = None
@@ -215,7 +208,7 @@ async def new_process(
         stderr: File descriptor of its log; None for a pipe.
     """
     if environ.get("PYTHONPATH") == _PYTHONPATH:
-        return await _fork(arguments, environ=environ, stderr=stderr)
+        return await Forked.begun(arguments, environ, stderr)
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tierkv", *map(str, arguments)),
         stdin=asyncio.subprocess.DEVNULL,
@@ -225,34 +218,23 @@ async def new_process(
     )
 
 
-async def _fork(
-    arguments: Sequence[str | Path], *, environ: Mapping[str, str], stderr: int | None
-) -> Forked:
-    status, out, err = await _Pipe.open(), await _Pipe.open(), None
-    if stderr is None:
-        err = await _Pipe.open()
-        stderr = err.other
-    fds = [out.other, stderr, status.other]
-    _request(arguments, module="tierkv", environ=environ, fds=fds)
-    for pipe in (out, status, err):
-        if pipe is not None:
-            os.close(pipe.other)
-    child = Forked(status, out, err)
-    await child.begin()
-    return child
-
-
 def _request(
-    arguments: Sequence[str | Path], *, module: str, environ: Mapping[str, str], fds: list[int]
-) -> None:
-    """Send a request with the descriptors of stdout, stderr, the status and maybe stdin."""
+    module: str, arguments: Sequence[str | Path], environ: Mapping[str, str], stderr: int | None
+) -> tuple[int, int, int | None, int]:
+    """Ask for a process; return our ends of its pipes: status, stdout, stderr and stdin."""
+    (status, their_status), (out, their_out), (their_in, stdin) = os.pipe(), os.pipe(), os.pipe()
+    err, their_err = os.pipe() if stderr is None else (None, os.dup(stderr))
     request = {
         "arguments": [*map(str, arguments)],
         "environ": dict(environ),
         "folder": str(Path.cwd()),
         "module": module,
     }
-    socket.send_fds(_interpreter(), [json.dumps(request).encode()], fds)
+    theirs = [their_in, their_out, their_err, their_status]
+    socket.send_fds(_interpreter(), [json.dumps(request).encode()], theirs)
+    for fd in theirs:
+        os.close(fd)
+    return status, out, err, stdin
 
 
 # In the interpreter that is forked
@@ -280,25 +262,24 @@ def _serve(requests: socket.socket) -> str:
             if not raw:
                 sys.exit()  # the tests have ended
             request = json.loads(raw)
-            out, err, status_fd, *stdin = fds
+            *standard, status_fd = fds
             pid = os.fork()
             if not pid:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for fd in (woken, wakes, status_fd, requests.detach(), *children.values()):
                     os.close(fd)
-                read = stdin[0] if stdin else os.open(os.devnull, os.O_RDONLY)
-                _become(request, read, out, err)
+                _become(request, standard)
                 return str(request["module"])
             children[pid] = status_fd
             os.write(status_fd, f"{pid}\n".encode())
-            for fd in (out, err, *stdin):
+            for fd in standard:
                 os.close(fd)
 
 
-def _become(request: dict[str, object], stdin: int, out: int, err: int) -> None:
+def _become(request: dict[str, object], standard: list[int]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # no node outlives the tests
-    for fd, target in ((stdin, 0), (out, 1), (err, 2)):
+    for target, fd in enumerate(standard):
         os.dup2(fd, target)
         os.close(fd)
     environ, arguments = request["environ"], request["arguments"]

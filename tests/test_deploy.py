@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -33,23 +33,23 @@ BASE = DEPLOY / "kubernetes" / "base"
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 Json = dict[str, Any]
 
-COMMANDS: dict[str, click.Command] = {"serve": serve, "gateway": gateway}
-TABLES: dict[str, type[NodeSettings | GatewaySettings]] = {
-    "serve": NodeSettings,
-    "gateway": GatewaySettings,
+KINDS: dict[str, tuple[click.Command, type[NodeSettings | GatewaySettings], type]] = {
+    "serve": (serve, NodeSettings, StatusRoutes),
+    "gateway": (gateway, GatewaySettings, ProbeRoutes),
 }
-ROUTES = {"serve": StatusRoutes, "gateway": ProbeRoutes}
 
 
-def options_of(words: Sequence[str], config: Path) -> Json:
-    """What `tierkv WORDS` understands; `config` in the place of the one in the container."""
+def understood(
+    words: Sequence[str], config: Path, environ: Mapping[str, str]
+) -> tuple[Json, NodeSettings | GatewaySettings, set[str]]:
+    """Options, settings and public paths of `tierkv WORDS`; `config` is the container's."""
+    command, kind, routes = KINDS[words[0]]
     words = [str(config) if word == "/etc/tierkv/config.toml" else word for word in words]
-    return COMMANDS[words[0]].make_context(words[0], list(words[1:])).params
-
-
-def public_paths(command: str) -> set[str]:
-    kind = ROUTES[command]
-    return {row.path for row in routes_of(object.__new__(kind)) if row.access is Access.PUBLIC}
+    options = command.make_context(words[0], words[1:]).params
+    given = [({"serve": "node"}.get(words[0], words[0]), "host", options["host"])]
+    rows = routes_of(object.__new__(routes))
+    public = {row.path for row in rows if row.access is Access.PUBLIC}
+    return options, load(kind, config, environ, given), public
 
 
 # Kubernetes
@@ -108,16 +108,14 @@ def test_a_workloads_command_settings_and_probes_are_those_of_tierkv(workload: J
     container, pod = container_of(workload), workload["spec"]["template"]["spec"]
     command = container["args"][0]
     config = BASE / {"serve": "node.toml", "gateway": "gateway.toml"}[command]
-    options = options_of(container["args"], config)
     environ = {row["name"]: "memory://" for row in container["env"]}
-    given = [({"serve": "node"}.get(command, command), "host", options["host"])]
-    settings = load(TABLES[command], config, environ, given)
+    options, settings, public = understood(container["args"], config, environ)
     (port,) = container["ports"]
     assert options["port"] == port["containerPort"]
     for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
         if probe in container:
             asked = container[probe]["httpGet"]
-            assert asked["path"] in public_paths(command)
+            assert asked["path"] in public
             assert asked["port"] == port["name"]
     assert {"readinessProbe", "livenessProbe"} <= container.keys()
     assert "memory" in container["resources"]["limits"]
@@ -206,16 +204,13 @@ RUN_BY_US = [name for name, one in SERVICES.items() if one["image"].startswith("
 def test_a_services_command_settings_and_probe_are_those_of_tierkv(name: str) -> None:
     service = SERVICES[name]
     config = ROOT / service["volumes"][0].split(":")[0]
-    command = service["command"][0]
-    options = options_of(service["command"], config)
     environ = {key: str(value) for key, value in service.get("environment", {}).items()}
     environ = {key: re.sub(r"\$\{\w+:-(.*)\}", r"\1", text) for key, text in environ.items()}
-    given = [({"serve": "node"}.get(command, command), "host", options["host"])]
-    load(TABLES[command], config, environ, given)
+    options, _, public = understood(service["command"], config, environ)
     asked = re.search(r"http://127.0.0.1:(\d+)(/\w+)", " ".join(service["healthcheck"]["test"]))
     assert asked
     assert int(asked[1]) == options["port"]
-    assert asked[2] in public_paths(command)
+    assert asked[2] in public
 
 
 def test_every_redis_has_the_one_policy_that_the_documentation_recommends() -> None:

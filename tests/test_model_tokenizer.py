@@ -123,22 +123,19 @@ def test_a_chat_is_the_text_of_the_models_template_and_ends_where_the_answer_beg
     assert model.stop_tokens == {1}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_without_a_template_refuses_chats(kind: str) -> None:
-    with pytest.raises(BadRequestError, match="no chat template"):
-        tokenizer(kind, template=None).encode_chat(CHAT)
-
-
-def test_a_template_refuses_messages_with_its_own_words() -> None:
-    model = tokenizer("gguf", template="{{ raise_exception('no system role') }}")
-    with pytest.raises(BadRequestError, match="no system role"):
-        model.encode_chat(CHAT)
-
-
-def test_a_template_cannot_reach_the_process() -> None:
-    model = tokenizer("gguf", template="{{ messages.__class__.__mro__ }}")
-    with pytest.raises(BadRequestError, match="unsafe"):
-        model.encode_chat(CHAT)
+@pytest.mark.parametrize(
+    ("kind", "template", "words"),
+    [
+        *((kind, None, "no chat template") for kind in KINDS),
+        ("gguf", "{{ raise_exception('no system role') }}", "no system role"),
+        ("gguf", "{{ messages.__class__.__mro__ }}", "unsafe"),  # the process is out of its reach
+    ],
+)
+def test_a_chat_is_refused_without_a_template_or_in_the_templates_own_words(
+    kind: str, template: str | None, words: str
+) -> None:
+    with pytest.raises(BadRequestError, match=words):
+        tokenizer(kind, template=template).encode_chat(CHAT)
 
 
 def test_a_bos_token_is_added_to_completions_and_not_to_chats(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ class deadline:  # noqa: N801 - as contextlib.suppress; a generator took 5 us mo
 
 
 async def outlast(
-    futures: AbstractSet[asyncio.Future[Any]], *, on_cancel: Callable[[], None]
+    futures: AbstractSet[asyncio.Future[Any]], *, on_cancel: Callable[[], object]
 ) -> None:
     """Wait until all futures are done, even if the caller is cancelled.
 

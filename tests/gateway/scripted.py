@@ -65,6 +65,8 @@ class ScriptedNode:
         self.most_running = 0
         self.breaks_after: int | None = None
         self.breaks_left = 1_000
+        self.adds_tokens = 0  # to those that it was asked for
+        self.holds_back = ""  # and says after the last token, or as it breaks
         self.refusal: tuple[int, Json] | None = None
         self.most_tokens = 1_000_000  # of a text that it turns into tokens
         self.raw: bytes | None = None  # what it says instead of events
@@ -177,12 +179,13 @@ class ScriptedNode:
         prompt = np.frombuffer(body["tokens"], "<u4").tolist()
         if request.path == "/v1/decode":
             await self.tickets.setdefault(body["ticket_id"], asyncio.Event()).wait()
-        count = 1 if request.path == "/v1/prefill" else body["max_tokens"]
+        count = 1 if request.path == "/v1/prefill" else body["max_tokens"] + self.adds_tokens
         tokens = answer_to(prompt, count)
         await response.prepare(request)
         for number, token in enumerate(tokens):
             if number == self.breaks_after and self.breaks_left:
                 self.breaks_left -= 1
+                await self._say_held_back(response)
                 assert request.transport is not None
                 request.transport.abort()
                 return response
@@ -196,6 +199,7 @@ class ScriptedNode:
                 event = tokens_event(said, body, is_of_ticket=is_of_ticket)
                 await _event(response, "tokens", event)
             await asyncio.sleep(0)
+        await self._say_held_back(response)
         if self.dies_unpublished and request.path == "/v1/prefill":
             assert request.transport is not None
             request.transport.abort()
@@ -214,6 +218,11 @@ class ScriptedNode:
             },
         )
         return response
+
+    async def _say_held_back(self, response: web.StreamResponse) -> None:
+        if self.holds_back:
+            event = {"tokens": [], "text": self.holds_back, "pieces": []}
+            await _event(response, "tokens", event)
 
 
 def script(nodes: Sequence[ScriptedNode], **how: Any) -> None:
@@ -356,9 +365,10 @@ async def stage(
 @asynccontextmanager
 async def in_front(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, Caller]]:
     """A gateway in front of the nodes that its settings name."""
-    gateway = Gateway(settings)
+    gateway = await asyncio.to_thread(Gateway, settings)  # it reads certificates
+    opened = socket.create_server(("127.0.0.1", 0))
     async with (
-        listening(gateway, listener()) as url,
+        listening(gateway, opened) as url,
         gateway.running(),
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200)) as session,
     ):
@@ -376,11 +386,3 @@ async def serve(app: web.Application) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{site.port}"
     finally:
         await runner.cleanup()
-
-
-def listener() -> socket.socket:
-    """On a free port."""
-    opened = socket.socket()
-    opened.bind(("127.0.0.1", 0))
-    opened.listen(128)
-    return opened

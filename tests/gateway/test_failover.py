@@ -76,6 +76,20 @@ async def test_a_decode_node_that_dies_is_replaced_without_losing_or_repeating_a
     await answered(on, stream=stream)
 
 
+async def test_more_tokens_than_were_asked_for_are_dropped(on: Stage) -> None:
+    script(on.decode, adds_tokens=3)
+    await answered(on)
+
+
+@pytest.mark.parametrize(("breaks_left", "rest"), [(0, "?"), (1, "")])
+async def test_text_that_was_held_back_counts_only_behind_the_last_token(
+    on: Stage, breaks_left: int, rest: str
+) -> None:
+    script(on.decode[:1], holds_back="?", breaks_after=3, breaks_left=breaks_left)
+    asked = await on.caller.ask({"prompt": PROMPT})
+    assert asked.text == TRUTH + rest
+
+
 @pytest.mark.parametrize("fault", ["none", "decode node dies", "first token has no event"])
 async def test_log_probabilities_are_those_of_each_token_whichever_node_sends_them(
     on: Stage, fault: str

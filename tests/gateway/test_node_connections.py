@@ -8,19 +8,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from tests.api.guarded import Authority, callers_in, guarded
 from tests.api.nodes import here
 from tests.e2e.exact import text, truth
-from tests.gateway.scripted import Asked, Caller, listener, stage
+from tests.gateway.scripted import Asked, Caller, in_front, stage
 from tests.latch import PATIENCE_S
 from tests.redis_server import redis_server
 from tierkv.api.settings import Role
 from tierkv.clock import SystemClock
-from tierkv.gateway.gateway import Gateway
-from tierkv.gateway.server import listening
 from tierkv.gateway.settings import (
     DeadlineSection,
     GatewaySection,
@@ -38,27 +35,16 @@ BODY = {"prompt": decode_text(PROMPT), "max_tokens": 8}
 
 
 @asynccontextmanager
-async def in_front_of(url: str, **section: Any) -> AsyncIterator[Caller]:
-    """Who calls a gateway that has one node."""
-    async with in_front(both=(url,), **section) as caller:
-        yield caller
-
-
-@asynccontextmanager
-async def in_front(**section: Any) -> AsyncIterator[Caller]:
+async def before(**section: Any) -> AsyncIterator[Caller]:
+    """Who calls a gateway in front of real nodes."""
     settings = GatewaySettings(
         gateway=GatewaySection(**section),
         limits=LimitsSection(max_attempts=2),
         health=HealthSection(probe_interval_s=0.05, eject_s=0.05),
         deadlines=DeadlineSection(lookup_s=PATIENCE_S),  # who has computed a prompt goes on with it
     )
-    gateway = await asyncio.to_thread(Gateway, settings)  # it reads certificates
-    async with (
-        listening(gateway, listener()) as where,
-        gateway.running(),
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200)) as session,
-    ):
-        yield Caller(where, session)
+    async with in_front(settings) as (_, caller):
+        yield caller
 
 
 def is_right(asked: Asked) -> bool:
@@ -69,10 +55,10 @@ async def test_a_node_whose_authority_is_named_is_reached_and_no_other(tmp_path:
     ours, other = Authority(tmp_path), Authority(tmp_path, "other")
     tls = TlsSection(cert=str(ours.issue("node")))
     async with guarded(None, tls=tls) as on:
-        async with in_front_of(on.url, node_ca=str(ours.path)) as caller:
+        async with before(both=on.url, node_ca=str(ours.path)) as caller:
             assert is_right(await caller.ask(BODY))
         for section in ({"node_ca": str(other.path)}, {}):
-            async with in_front_of(on.url, **section) as caller:
+            async with before(both=on.url, **section) as caller:
                 async with asyncio.timeout(PATIENCE_S):
                     while True:
                         asked = await caller.ask(BODY)
@@ -91,16 +77,16 @@ async def test_a_node_that_asks_for_a_certificate_gets_the_gateways(tmp_path: Pa
     tls = TlsSection(cert=str(node), client_ca=str(authority.path))
     ca = str(authority.path)
     async with guarded(callers, tls=tls) as on:
-        async with in_front_of(on.url, node_ca=ca, node_cert=str(mine)) as caller:
+        async with before(both=on.url, node_ca=ca, node_cert=str(mine)) as caller:
             assert is_right(await caller.ask(BODY))
-        async with in_front_of(on.url, node_ca=ca) as caller:
+        async with before(both=on.url, node_ca=ca) as caller:
             assert (await caller.ask(BODY)).status == 503
 
 
 async def test_a_node_is_reached_over_its_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     async with guarded(None, unix_socket=path) as on:
-        async with in_front_of(f"unix:{path}") as caller:
+        async with before(both=f"unix:{path}") as caller:
             assert is_right(await caller.ask(BODY))
             assert is_right(await caller.ask(BODY | {"stream": True}))
         await on.node.service.scheduler.until_idle()
@@ -128,7 +114,7 @@ async def test_without_a_store_to_hand_over_through_the_answer_is_that_of_one_no
         async with (
             here(Role.PREFILL, store=stores[0]) as prefill,
             here(Role.DECODE, store=stores[1]) as decode,
-            in_front(prefill=prefill.client.url, decode=decode.client.url) as caller,
+            before(prefill=prefill.client.url, decode=decode.client.url) as caller,
         ):
             server.kill()
             asked = await caller.ask({**BODY, "prompt": decode_text(LONG)})

@@ -144,12 +144,8 @@ async def test_a_claim_whose_load_fails_says_so_or_computes_as_its_policy_says()
 
 @pytest.mark.parametrize(("passed", "wanted"), [(1, 5), (4, 1), (4, 5)])
 async def test_a_ticket_may_pass_any_number_of_tokens(passed: int, wanted: int) -> None:
-    store = memory()
     expected = truth(PROMPT, 6).tokens
-    async with bench(store) as on:
-        await on.prefilled(PROMPT)
-        await rewrite_ticket(on, "ticket", expected[:passed])
-    async with bench(store) as on:
+    async with with_ticket(expected[:passed]) as on:
         result, ticket = await on.node.engine.decode(on.node.job(PROMPT, wanted), "ticket")
         assert ticket is not None
         assert ticket.first_tokens == expected[:passed]
@@ -158,22 +154,25 @@ async def test_a_ticket_may_pass_any_number_of_tokens(passed: int, wanted: int) 
 
 
 async def test_a_ticket_without_a_token_is_refused() -> None:
-    store = memory()
-    async with bench(store) as on:
-        await on.prefilled(PROMPT)
-        await rewrite_ticket(on, "ticket", ())
-    async with bench(store) as on:
+    async with with_ticket(()) as on:
         with pytest.raises(HandoffError, match="has no first token"):
             await on.node.engine.decode(on.node.job(PROMPT, NEW), "ticket")
         await on.settle()
 
 
-async def rewrite_ticket(on: Bench, ticket_id: str, first_tokens: tuple[int, ...]) -> None:
-    name = Names("tierkv", on.node.service.fingerprint.short).ticket(ticket_id)
-    value = await on.store.get(name, max_bytes=MAX_TICKET_BYTES)
-    assert value is not None
-    ticket = msgspec.structs.replace(Ticket.decode(value), first_tokens=first_tokens)
-    await on.store.put([PutItem(name, (ticket.encode(),), keep_existing=False)])
+@asynccontextmanager
+async def with_ticket(first_tokens: tuple[int, ...]) -> AsyncIterator[Bench]:
+    """Another node has published PROMPT with these first tokens."""
+    store = memory()
+    async with bench(store) as on:
+        await on.prefilled(PROMPT)
+        name = Names("tierkv", on.node.service.fingerprint.short).ticket("ticket")
+        value = await on.store.get(name, max_bytes=MAX_TICKET_BYTES)
+        assert value is not None
+        ticket = msgspec.structs.replace(Ticket.decode(value), first_tokens=first_tokens)
+        await on.store.put([PutItem(name, (ticket.encode(),), keep_existing=False)])
+    async with bench(store) as on:
+        yield on
 
 
 # What cannot be done

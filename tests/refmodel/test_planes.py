@@ -12,10 +12,6 @@ from tierkv.refmodel.model import sample
 LATE = PROSE[-1:]
 
 
-def continuation(run: PagedRun, num_tokens: int = 24) -> list[int]:
-    return run.generate(LATE, num_tokens)
-
-
 def after_prompt(kv_dtype: KVDtype = "float32") -> PagedRun:
     run = PagedRun(model(kv_dtype), 400)
     run.feed(PROSE[:-1])
@@ -28,9 +24,9 @@ def test_zeroing_the_last_tokens_changes_what_is_generated(
     num_zeroed: int, kv_dtype: KVDtype
 ) -> None:
     run = after_prompt(kv_dtype)
-    expected = continuation(after_prompt(kv_dtype))
+    expected = after_prompt(kv_dtype).generate(LATE, 24)
     run.overwrite(range(run.length - num_zeroed, run.length), 0)
-    assert continuation(run) != expected
+    assert run.generate(LATE, 24) != expected
 
 
 @pytest.mark.parametrize("block", range(4))

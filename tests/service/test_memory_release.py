@@ -24,8 +24,8 @@ from tierkv.service import Service
 class Counting(CpuDevice):
     """Knows what it has given; lanes can be made to fail, and both to take long."""
 
-    def __init__(self, latch: CopyLatch) -> None:
-        super().__init__(before_copy=latch)
+    def __init__(self) -> None:
+        super().__init__()
         self.given: list[CpuPlanes | CpuHostSlots] = []
         self.fails_lanes = False
         self.num_open_lanes = 0
@@ -74,28 +74,23 @@ def _is_open(memory: CpuPlanes | CpuHostSlots) -> bool:
 
 
 @asynccontextmanager
-async def node(device: Counting, latch: CopyLatch) -> AsyncIterator[World]:
+async def node(device: Counting) -> AsyncIterator[World]:
     settings = CacheSettings(block_size=GQA.block_size, device_blocks=8, host_blocks=8)
     service = Service(device, fingerprint(), settings, HandoffSettings(), None)
     async with service.running():
-        yield World(service, latch)
+        yield World(service, CopyLatch())
 
 
 @pytest.fixture
-def latch() -> CopyLatch:
-    return CopyLatch()
-
-
-@pytest.fixture
-def device(latch: CopyLatch) -> Counting:
-    return Counting(latch)
+def device() -> Counting:
+    return Counting()
 
 
 async def test_a_service_that_is_cancelled_as_it_opens_waits_for_its_memory_and_frees_it(
-    device: Counting, latch: CopyLatch
+    device: Counting,
 ) -> None:
     async def live() -> None:
-        async with node(device, latch):
+        async with node(device):
             raise AssertionError("it was cancelled before")
 
     device.may_allocate.clear()
@@ -113,9 +108,9 @@ async def test_a_service_that_is_cancelled_as_it_opens_waits_for_its_memory_and_
 
 @pytest.mark.promise("A service that ended has released all memory.")
 async def test_asleep_the_devices_memory_is_gone_and_awake_it_is_other_memory(
-    device: Counting, latch: CopyLatch
+    device: Counting,
 ) -> None:
-    async with node(device, latch) as here:
+    async with node(device) as here:
         before = here.service.planes
         await here.service.sleep()
         assert device.num_held == 1
@@ -129,9 +124,9 @@ async def test_asleep_the_devices_memory_is_gone_and_awake_it_is_other_memory(
 
 
 async def test_a_wake_whose_lanes_cannot_be_opened_leaves_it_asleep_and_can_be_tried_again(
-    device: Counting, latch: CopyLatch
+    device: Counting,
 ) -> None:
-    async with node(device, latch) as here:
+    async with node(device) as here:
         await here.run(list(range(10)))
         await here.service.sleep()
         device.fails_lanes = True
@@ -148,10 +143,8 @@ async def test_a_wake_whose_lanes_cannot_be_opened_leaves_it_asleep_and_can_be_t
     assert device.num_held == 0
 
 
-async def test_planes_that_come_for_a_wake_that_was_cancelled_go_back(
-    device: Counting, latch: CopyLatch
-) -> None:
-    async with node(device, latch) as here:
+async def test_planes_that_come_for_a_wake_that_was_cancelled_go_back(device: Counting) -> None:
+    async with node(device) as here:
         await here.service.sleep()
         device.may_allocate.clear()
         wakes = asyncio.ensure_future(here.service.wake())
@@ -171,13 +164,13 @@ async def test_planes_that_come_for_a_wake_that_was_cancelled_go_back(
 @pytest.mark.parametrize("how", ["ends", "fails", "ends after a cancel"])
 @pytest.mark.parametrize("stage", ["allocates", "opens lanes"])
 async def test_a_service_that_ends_during_a_wake_has_given_everything_back(
-    device: Counting, latch: CopyLatch, stage: str, how: str
+    device: Counting, stage: str, how: str
 ) -> None:
     held = device.may_allocate if stage == "allocates" else device.may_open_lanes
     wakes: list[asyncio.Future[None]] = []
 
     async def end_during_a_wake() -> None:
-        async with node(device, latch) as here:
+        async with node(device) as here:
             await here.service.sleep()
             held.clear()
             wakes.append(asyncio.ensure_future(here.service.wake()))
@@ -196,10 +189,8 @@ async def test_a_service_that_ends_during_a_wake_has_given_everything_back(
     assert device.num_open_lanes == 0
 
 
-async def test_a_service_that_has_ended_asleep_is_not_woken(
-    device: Counting, latch: CopyLatch
-) -> None:
-    async with node(device, latch) as here:
+async def test_a_service_that_has_ended_asleep_is_not_woken(device: Counting) -> None:
+    async with node(device) as here:
         await here.service.sleep()
     with pytest.raises(ShuttingDownError):
         await here.service.wake()

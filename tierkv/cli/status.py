@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -154,9 +154,10 @@ def lines(seen: Seen) -> list[tuple[str, str]]:
     parts = {part: state for part, state in seen.parts.items() if _is_shown(seen, part, state)}
     rows += [(_short(part), state) for part, state in parts.items()]
     if seen.now:
-        rows.append(("requests", _and(f"{count} {state}" for state, count in seen.now.items())))
+        counts = (f"{count} {state}" for state, count in seen.now.items())
+        rows.append(("requests", ", ".join(counts)))
     for what, names in (_GATEWAY_ROWS if seen.role == _GATEWAY else _NODE_ROWS).items():
-        shown = _and(
+        shown = ", ".join(
             f"{_count(seen.totals[name], name)} {word}"
             for name, word in names.items()
             if name in seen.totals
@@ -201,10 +202,6 @@ _GATEWAY_ROWS: Mapping[str, Mapping[str, str]] = {
 
 def _is_shown(seen: Seen, name: str, state: str) -> bool:
     return seen.role == _GATEWAY or name == "storage" or not state.startswith("ok")
-
-
-def _and(shown: Iterable[str]) -> str:
-    return ", ".join(shown)
 
 
 def _short(name: str) -> str:

@@ -23,6 +23,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from tierkv.api.types import ReadyAnswer
 from tierkv.cache.keys import pack
 from tierkv.client.errors import CallError, NotANodeError
 from tierkv.client.http import Body, Http, Reply
@@ -89,15 +90,6 @@ class _VersionAnswer(msgspec.Struct):
     model: str = ""  # older nodes do not send it
 
 
-class _Part(msgspec.Struct):
-    status: str
-    detail: str
-
-
-class _ReadyAnswer(msgspec.Struct):
-    parts: dict[str, _Part]
-
-
 class NodeCalls:
     """The gateway's calls to its nodes. Use it inside `running()`.
 
@@ -147,7 +139,7 @@ class NodeCalls:
         if reply.status != HTTPStatus.OK:
             return None
         try:
-            parts = msgspec.json.decode(reply.raw, type=_ReadyAnswer).parts
+            parts = msgspec.json.decode(reply.raw, type=ReadyAnswer).parts or {}
         except UNREADABLE:
             return ""
         wrong = [f"{name}: {part.detail}" for name, part in parts.items() if part.status != _OK]

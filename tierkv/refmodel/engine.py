@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +106,8 @@ class ReferenceEngine(SessionEngine):
             why = self._service.failure or "this node is shutting down"
             raise ShuttingDownError(why) from None
         future = asyncio.wrap_future(call)
-        await outlast({future}, on_cancel=lambda: _forget(call))
+        # Without effect once the thread has begun the call.
+        await outlast({future}, on_cancel=call.cancel)
         logits = future.result()
         if len(chunk) > 1 and run.call_s is not None:  # prompt tokens, not a generated one
             self._service.note_prefill(len(chunk), run.call_s)
@@ -142,10 +142,6 @@ class ReferenceEngine(SessionEngine):
         run.call_s = None if waits else time.monotonic() - started
         run.is_loaded = True
         return logits
-
-
-def _forget(call: Future[Floats]) -> None:
-    call.cancel()  # no effect once the thread has begun it
 
 
 class ReferenceSpec:
