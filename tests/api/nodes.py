@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -232,10 +231,6 @@ class Process:
 
     def log_text(self) -> str:
         return self.log.read_text()
-
-
-def tierkv(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "tierkv", *map(str, arguments)]
 
 
 @asynccontextmanager

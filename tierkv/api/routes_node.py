@@ -191,7 +191,7 @@ class Listings:
         if cursor is None:
             name = uuid4().hex
             listing = _Listing(
-                [child for root in index.spaces.roots() for child in _children(root)]
+                [child for root in index.spaces.roots() for child in root.children.values()]
             )
         else:
             name, _, number = cursor.partition(".")
@@ -218,23 +218,17 @@ class Listings:
 def _next(index: Index, events: CacheEvents, listing: _Listing, limit: int) -> list[BlockAnswer]:
     blocks: list[BlockAnswer] = []
     while listing.pending and len(blocks) < limit:
-        node = listing.pending[-1]
-        if not _is_attached(node):
-            listing.pending.pop()
-            listing.at = 0
-            continue
-        stop = min(node.num_blocks, listing.at + limit - len(blocks))
-        blocks += _block_answers(index, events, node, listing.at, stop)
-        listing.at = stop
-        if stop >= node.num_blocks:
-            listing.pending.pop()
-            listing.at = 0
-            listing.pending.extend(_children(node))
+        node = listing.pending.pop()
+        if _is_attached(node):
+            stop = min(node.num_blocks, listing.at + limit - len(blocks))
+            blocks += _block_answers(index, events, node, listing.at, stop)
+            if stop < node.num_blocks:  # the page is full
+                listing.pending.append(node)
+                listing.at = stop
+                break
+            listing.pending += node.children.values()
+        listing.at = 0
     return blocks
-
-
-def _children(node: IndexNode) -> list[IndexNode]:
-    return list(node.children.values())
 
 
 def _is_attached(node: IndexNode) -> bool:

@@ -98,14 +98,7 @@ def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
                 return
             node = Node(settings)
             with tracing.exporting(node.name):
-                uvloop.run(
-                    serve(
-                        node,
-                        listeners,
-                        announce,
-                        last_resort,
-                    )
-                )
+                uvloop.run(serve(node, listeners, announce, last_resort))
         finally:
             last_resort.cancel()
 

@@ -100,7 +100,8 @@ class LiveFeed:
     async def running(self) -> AsyncIterator[None]:
         """Take samples of the metrics while this context is entered.
 
-        The exit ends the streams to all pages that are open in browsers.
+        The exit ends the streams to all pages that are open in browsers; the last event of each
+        stream is `end`.
         """
         self._is_closed = False
         self._begin_anew()
@@ -109,12 +110,8 @@ class LiveFeed:
             try:
                 yield
             finally:
-                self.close()
-
-    def close(self) -> None:
-        """End all streams; the last event of each stream is `end`."""
-        self._is_closed = True
-        self._wake()
+                self._is_closed = True
+                self._wake()
 
     def sample(self) -> None:
         """Read all metrics now, and send the values to the open live pages."""
@@ -147,9 +144,9 @@ class LiveFeed:
     async def stream(self, request: web.BaseRequest, news: News) -> web.StreamResponse:
         """Stream samples of metrics, and other events, to one live page as server-sent events.
 
-        The stream begins with the samples that are kept, and ends at `close`. A page that reads too
-        slowly gets several samples in one event. Samples that are deleted before the page reads are
-        not sent.
+        The stream begins with the samples that are kept, and ends with `running`. A page that reads
+        too slowly gets several samples in one event. Samples that are deleted before the page reads
+        are not sent.
 
         Args:
             request: The request of the page.
