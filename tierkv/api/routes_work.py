@@ -130,16 +130,28 @@ class _Stream:
 
 @dataclass(slots=True)
 class Answering:
-    """A call to generate or prefill, from its start until the answer has been sent.
+    """A call to generate, prefill or decode, from its start until the answer has been sent.
 
     Attributes:
+        operation: "generate", "prefill" or "decode".
+        request_id: Id of the request, as the caller knows it.
+        tenant: The caller's tenant; "" for the node's own.
+        content: Digest of the call's body, which repeated calls must have too.
         job: The request to the engine.
+        prompt: The prompt.
+        session_id: Id of the session of the call; None if it has none.
         final: The complete answer; None until this call, or an earlier call with the same id, has
             computed it.
         response: The stream on which the answer was sent; None if the answer is not streamed.
     """
 
+    operation: str
+    request_id: str
+    tenant: str
+    content: bytes
     job: GenerateRequest
+    prompt: Prompt
+    session_id: str | None
     final: GenerateAnswer | None = None
     response: web.StreamResponse | None = None
 
@@ -197,17 +209,6 @@ async def streaming(
     await answer.response.write_eof()
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    operation: str
-    request_id: str
-    tenant: str
-    content: bytes
-    job: GenerateRequest
-    prompt: Prompt
-    session_id: str | None
-
-
 class WorkRoutes(Routes):
     @Route("POST", "/v1/tokenize", Access.READ, body=TokenizeBody, answer=TokenizeAnswer)
     async def tokenize(self, request: web.BaseRequest) -> TokenizeAnswer:
@@ -237,14 +238,13 @@ class WorkRoutes(Routes):
         """
         async with self._node.work():
             body = await self._read_prompt(request, GenerateBody)
-            asked = self._asked(
+            answer = self._asked(
                 request, "generate", body, body.max_tokens, uses_cache=body.use_cache
             )
-        async with self._answering(request, asked, streams=body.stream) as answer:
+        async with self._answering(request, answer, streams=body.stream):
             if answer.final is None:
                 generation = await self._node.engine.generate(answer.job)
-                self._metrics.observe("generate", generation)
-                answer.final = self._answer_of(asked, generation)
+                answer.final = self._answer_of(answer, generation)
         return answer.result
 
     @Route(
@@ -255,19 +255,18 @@ class WorkRoutes(Routes):
         self._check_role(Role.PREFILL)
         async with self._node.work():
             body = await self._read_prompt(request, PrefillBody)
-            asked = self._asked(request, "prefill", body)
-            ticket_id = asked.request_id if body.ticket_id is None else body.ticket_id
+            answer = self._asked(request, "prefill", body)
+            ticket_id = answer.request_id if body.ticket_id is None else body.ticket_id
             ticket_name = self._ticket_name(request, ticket_id)
-        async with self._answering(request, asked, streams=body.stream) as answer:
+        async with self._answering(request, answer, streams=body.stream):
             if answer.final is None:
                 with self._metrics.handing("publish"):
                     prefilled = await self._node.engine.prefill(
                         answer.job, ticket_name, waits_for=body.wait
                     )
-                self._metrics.observe("prefill", prefilled.generation)
                 block_size = self._node.settings.cache.block_size
                 answer.final = PrefillAnswer.of_prefill(
-                    self._answer_of(asked, prefilled.generation), prefilled, ticket_id, block_size
+                    self._answer_of(answer, prefilled.generation), prefilled, ticket_id, block_size
                 )
         return answer.result
 
@@ -277,17 +276,16 @@ class WorkRoutes(Routes):
         self._check_role(Role.DECODE)
         async with self._node.work():
             body = await self._read_prompt(request, DecodeBody)
-            asked = self._asked(request, "decode", body, body.max_tokens)
+            answer = self._asked(request, "decode", body, body.max_tokens)
             ticket_name = self._ticket_name(request, body.ticket_id)
-        async with self._answering(request, asked, streams=body.stream) as answer:
+        async with self._answering(request, answer, streams=body.stream):
             if answer.final is None:
                 with self._metrics.handing("claim"):
                     generation, ticket = await self._node.engine.decode(
                         answer.job, ticket_name, policy=body.policy, deadline_s=body.deadline_s
                     )
-                self._metrics.observe("decode", generation)
                 answer.final = DecodeAnswer.of_ticket(
-                    self._answer_of(asked, generation), body.ticket_id, ticket
+                    self._answer_of(answer, generation), body.ticket_id, ticket
                 )
         return answer.result
 
@@ -309,57 +307,55 @@ class WorkRoutes(Routes):
         max_tokens: int = 1,
         *,
         uses_cache: bool = True,
-    ) -> _Asked:
+    ) -> Answering:
+        tenant = principal_of(request).tenant
         request_id = self._request_id(request, body.request_id)
         prompt = self._prompt(request, body)
-        request_name = self._node.request_name(request_id, principal_of(request).tenant)
+        request_name = self._node.request_name(request_id, tenant)
         spec = self._node.spec
         job = job_of(body, spec, request_name, prompt, max_tokens, uses_cache=uses_cache)
         if isinstance(body, GenerateBody):
             job = replace(job, answered_tokens=body.answered_tokens)
         plain = msgspec.structs.replace(body, stream=False, session_id=None, kv_hints=None)
         content = content_of(plain, prompt.tokens)
-        tenant = principal_of(request).tenant
         session_id = bodies.session_of(request, body.session_id)
         if session_id is not None:
             job = replace(job, session_id=session_id)
         if body.kv_hints is not None:
             self._node.hints.note(body.kv_hints)
-        return _Asked(operation, request_id, tenant, content, job, prompt, session_id)
+        return Answering(operation, request_id, tenant, content, job, prompt, session_id)
 
-    def _keep_turn(self, asked: _Asked, answer: GenerateAnswer | None) -> None:
-        if asked.session_id is None or answer is None:
+    def _keep_turn(self, answer: Answering) -> None:
+        if answer.session_id is None or answer.final is None:
             return
-        prompt = asked.prompt
-        turn = Prompt(
-            prompt.tokens + pack(answer.tokens), prompt.block_size, prompt.extras, prompt.space
-        )
+        prompt, tokens = answer.prompt, answer.prompt.tokens + pack(answer.final.tokens)
+        turn = Prompt(tokens, prompt.block_size, prompt.extras, prompt.space)
         ttl_s = self._node.settings.node.session_ttl_s
-        self._node.pins.keep_turn((asked.tenant, asked.session_id), turn, ttl_s)
+        self._node.pins.keep_turn((answer.tenant, answer.session_id), turn, ttl_s)
 
     @asynccontextmanager
     async def _answering(
-        self, request: web.BaseRequest, asked: _Asked, *, streams: bool
-    ) -> AsyncIterator[Answering]:
-        """Yield an `Answering`, into which the caller's `async with` block puts the answer.
+        self, request: web.BaseRequest, answer: Answering, *, streams: bool
+    ) -> AsyncIterator[None]:
+        """Let the caller's `async with` block set `answer.final`, and send it.
 
-        Its answer is already set if an earlier call with the same request id has produced it. With
+        It is already set if an earlier call with the same request id has produced it. With
         `streams`, the answer is sent as server-sent events.
         """
-        answer = Answering(asked.job)
-        key = (asked.operation, asked.tenant, asked.request_id)
+        key = (answer.operation, answer.tenant, answer.request_id)
         async with (
             streaming(request, answer, self._node.spec.tokenizer) if streams else nullcontext(),
             self._node.work(),
-            self._node.answers.call(key, asked.content, stays_open=False) as call,
+            self._node.answers.call(key, answer.content, stays_open=False) as call,
         ):
             answer.final = call.result
-            yield answer
+            yield
             call.result = answer.final
-            self._keep_turn(asked, answer.final)
+            self._keep_turn(answer)
 
-    def _answer_of(self, asked: _Asked, generation: Generation) -> GenerateAnswer:
-        return GenerateAnswer.of(asked.request_id, generation, self._node.spec.tokenizer)
+    def _answer_of(self, answer: Answering, generation: Generation) -> GenerateAnswer:
+        self._metrics.observe(answer.operation, generation)
+        return GenerateAnswer.of(answer.request_id, generation, self._node.spec.tokenizer)
 
     def _check_role(self, needed: Role) -> None:
         mine = self._node.settings.node.role
