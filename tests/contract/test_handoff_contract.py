@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tests.latch import finish, turns
-from tests.pd.nodes import BLOCK, pair, publish, tokens
+from tests.pd.nodes import BLOCK, pair, publish
 from tests.pd.test_streaming import prefilling
 from tests.sessions import claim_request
-from tests.world import World
+from tests.world import World, tokens
 from tierkv.sched.request import Request
 
 FIRST_TOKENS = (42, 43)

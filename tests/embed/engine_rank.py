@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tests.embed.planes import shard_planes
 from tests.latch import PATIENCE_S, CopyLatch, ManualEvent
 from tests.world import GQA
 from tierkv.embed import Finished, WorkerPlanes
@@ -36,6 +35,16 @@ class StepMessage(msgspec.Struct, kw_only=True):
     closes: bool = False
     writes: bool = False
     reads: bool = False
+
+
+def shard_planes(folder: Path, rank: int, num_blocks: int) -> list[np.ndarray]:
+    """uint8 [num_blocks, block_bytes] for each plane of GQA."""
+    arrays = []
+    for index, plane in enumerate(GQA.planes):
+        path = folder / f"rank-{rank}-plane-{index}"
+        shape = (num_blocks, plane.block_bytes)
+        arrays.append(np.memmap(path, np.uint8, "r+" if path.exists() else "w+", shape=shape))
+    return list(arrays)
 
 
 class _OnGpu:

@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from tests.latch import PATIENCE_S
 from tierkv.cache.groups import main_group
 from tierkv.cache.keys import Prompt, pack
@@ -17,7 +19,7 @@ from tierkv.embed.engine_cache import Found, Polled
 from tierkv.errors import TierKVError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.handoff import Published
-from tierkv.ranks.link import Plan
+from tierkv.ranks.link import Kind, Plan
 from tierkv.ranks.memory import EnginePlanes
 
 T = TypeVar("T")
@@ -30,6 +32,11 @@ def ask(call: Callable[[], T | None]) -> T:
         assert time.monotonic() < deadline, "no answer"
         os.sched_yield()
     return found
+
+
+def plan_of(number: int, kind: Kind, source: Sequence[int], target: Sequence[int]) -> Plan:
+    packed = [np.array(ids, np.int32).tobytes() for ids in (source, target)]
+    return Plan(number, kind, packed[0], packed[1])
 
 
 @dataclass

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.embed.engine import (
+    ALL,
     BLOCK,
     PROMPT,
     Engine,
@@ -187,6 +188,19 @@ def test_asking_and_polling_do_not_wait_for_a_loop_that_is_busy() -> None:
             call.wait(PATIENCE_S)
     assert took_s < PATIENCE_S / 2, "it waited until the loop was free"
     assert worked_s < 0.2, "400 calls, 0.5 ms each at the very most"
+
+
+def test_a_call_that_waits_for_blocks_can_be_cancelled_and_leaves_nothing() -> None:
+    with engine(device_blocks=8) as here:
+        here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
+        waiting = here.cache.admit("two", PROMPT, max_new_tokens=0)
+        until(lambda: here.cache.stats().wait(PATIENCE_S).waiting_requests == 1)
+        waiting.cancel()
+        assert isinstance(done(waiting).error, AbortedError)
+        assert isinstance(done(here.cache.end("two")).error, OwnershipError)
+        here.cache.end("one").wait(PATIENCE_S)
+        here.run("two", PROMPT)
+        assert here.findings() == []
 
 
 def test_an_abort_ends_a_request_whatever_it_is_doing() -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.embed.planes import plan_of
-from tests.embed.steps import ask
+from tests.embed.steps import ask, plan_of
 from tests.embed.test_groups import FULL, SIZE, Hybrid, hybrid, tokens_of
 from tests.latch import PATIENCE_S
 from tests.layouts import LAYOUTS

@@ -19,8 +19,7 @@ import pytest
 
 from tests.embed.engine import until
 from tests.embed.engine_rank import StepMessage
-from tests.embed.planes import plan_of
-from tests.embed.steps import Steps, ask, local_ranks
+from tests.embed.steps import Steps, ask, local_ranks, plan_of
 from tests.embed.test_groups import hybrid
 from tests.embed.tp_engine import BLOCKS, ROOT, TpEngine, a_cache, engine
 from tests.latch import PATIENCE_S

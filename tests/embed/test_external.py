@@ -11,19 +11,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from tests.embed.driver import Driver
 from tests.embed.engine import until
 from tests.embed.engine_of_node import BASES, MODEL
 from tests.embed.engine_rank import StepMessage
-from tests.embed.test_groups import MODELS, hybrid
-from tests.embed.tp_engine import BLOCKS, Rank, TpEngine
+from tests.embed.test_groups import FULL, MODELS, hybrid
+from tests.embed.tp_engine import Rank, TpEngine
 from tests.latch import PATIENCE_S
 from tests.preloaded import ForkedProgram, output_of
 from tests.redis_server import redis_server
@@ -31,17 +28,15 @@ from tests.world import BLOCK, GQA
 from tierkv.api.types import GenerateBody
 from tierkv.cache.groups import as_groups
 from tierkv.cache.keys import Fingerprint
-from tierkv.cache.layout import Layout
 from tierkv.client import Client, RemoteError
-from tierkv.embed import EngineCache, Finished, NodeHost, RankSocket, WorkerPlanes
+from tierkv.embed import EngineCache, NodeHost, RankSocket
 from tierkv.embed.engine_cache import Found
 from tierkv.embed.external import MAGIC, VERSION, EngineHello
 from tierkv.embed.host_side import HostSide
 from tierkv.errors import ConfigError
-from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction
 from tierkv.ranks.link import Plan, close_all, connect
-from tierkv.ranks.memory import EnginePlanes, side_by_side
+from tierkv.ranks.memory import side_by_side
 from tierkv.storage.codec import seal
 
 TOKENS = list(range(3 * BLOCK + 1))
@@ -94,33 +89,15 @@ def node(
         process.communicate()
 
 
-class LocalRank:
-    """As `Rank`, in this process: the cache asks its planes itself."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.rank = 0
-        self.process = SimpleNamespace(poll=lambda: None)
-        self.arrays = [np.zeros((BLOCKS, one.block_bytes), np.uint8) for one in layout.planes]
-        self.planes = WorkerPlanes(CpuDevice(), EnginePlanes(layout, self.arrays))
-
-    def step(self, message: StepMessage) -> list[Finished]:
-        for plan in message.saves:
-            self.planes.start_saves(plan)
-        for plan in message.loads:
-            self.planes.start_loads(plan)
-        return []
-
-
 @contextmanager
 def engine(
-    at: NodeProcess, name: str, num_ranks: int = 0, *, key: str = "", model: str = "model"
+    at: NodeProcess, name: str, num_ranks: int = 1, *, key: str = "", model: str = "model"
 ) -> Iterator[TpEngine]:
-    """num_ranks: as processes; 0 is one in this process."""
     folder = at.folder / name
     folder.mkdir()
-    layout = side_by_side([GQA] * max(num_ranks, 1))
+    layout = side_by_side([GQA] * num_ranks)
     with ExitStack() as stack:
-        ranks: list[Any] = [] if num_ranks else [LocalRank(layout)]
+        ranks = []
         for number in range(num_ranks):
             rank = Rank(folder / "ranks", number)
             stack.callback(rank.process.communicate)
@@ -130,8 +107,7 @@ def engine(
             Fingerprint(model, layout),
             [layout],
             node=NodeHost(at.path, name=name, key=key),
-            planes=None if num_ranks else ranks[0].planes,
-            ranks=RankSocket(str(folder / "ranks"), [GQA] * num_ranks) if num_ranks else None,
+            ranks=RankSocket(str(folder / "ranks"), [GQA] * num_ranks),
         )
         with cache:
             on = TpEngine(cache, ranks)
@@ -140,7 +116,7 @@ def engine(
 
 
 @pytest.mark.promise("Engines load each other's saved blocks from a node's host tier.")
-@pytest.mark.parametrize("num_ranks", [0, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_one_engine_saved_another_loads_from_the_host_tier_they_share(
     tmp_path: Path, num_ranks: int
 ) -> None:
@@ -352,17 +328,15 @@ def test_an_engine_outlives_its_node_says_so_and_comes_to_the_next(
     how: signal.Signals, tmp_path: Path
 ) -> None:
     code = 0 if how is signal.SIGTERM else -how
-    with node(tmp_path / "node", ends_with=code) as doomed_node:
-        rank = LocalRank(GQA)
-        host = NodeHost(doomed_node.path)
-        cache = EngineCache(Fingerprint("model", GQA), [GQA], node=host, planes=rank.planes)
-        with cache:
-            on = TpEngine(cache, [rank])  # type: ignore[list-item]
-            on.save("a", TOKENS, HERE)
-            doomed_node.process.send_signal(how)
-            assert doomed_node.process.wait(PATIENCE_S) == code
-            until(lambda: "was lost" in str(on.lookup("b", TOKENS).problem))
-            assert cache.load("b", [THERE]) is None
+    with (
+        node(tmp_path / "node", ends_with=code) as doomed_node,
+        hybrid([FULL], node=NodeHost(doomed_node.path), ends=False) as on,
+    ):
+        on.save(TOKENS, key="a")
+        doomed_node.process.send_signal(how)
+        assert doomed_node.process.wait(PATIENCE_S) == code
+        until(lambda: "was lost" in str(on.lookup("b", TOKENS).problem))
+        assert on.cache.load("b", [THERE]) is None
     with node(tmp_path / "node") as again, engine(again, "anew") as on:
         on.save("a", TOKENS, HERE)
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))

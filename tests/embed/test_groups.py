@@ -350,20 +350,6 @@ def test_saves_that_were_joined_bring_each_group_its_own_bytes(model: str) -> No
             on.cache.release(f"s{number}")
 
 
-def test_bytes_that_are_not_the_prompt_s_are_noticed() -> None:
-    """What the other tests rely on."""
-    tokens = tokens_of(23)
-    with hybrid(MODELS["all"]) as on:
-        for group, blocks in enumerate(on.whole(tokens)):
-            for position, block in enumerate(blocks):
-                on.write(tokens, group, position, block)
-                assert on.holds(tokens, group, position, block)
-                assert not on.holds(tokens_of(23, 2), group, position, block)
-                for array in on.arrays[group]:
-                    array[block] = 0
-                assert not on.holds(tokens, group, position, block)
-
-
 def test_a_window_is_found_without_the_blocks_before_it_and_says_from_where_to_load() -> None:
     tokens = tokens_of(32)
     with hybrid([FULL, WINDOW]) as on:

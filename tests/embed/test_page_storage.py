@@ -141,13 +141,6 @@ def test_what_a_process_has_stored_is_there_when_it_has_ended(tmp_path: Path, cl
     assert (pages == 7).all()
 
 
-def test_a_store_that_is_not_there_is_said_when_opening() -> None:
-    storage = PageStorage("redis://127.0.0.1:1/0")
-    with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1"):
-        storage.open()
-    storage.close()
-
-
 @pytest.mark.promise("Pages of an engine's host memory come back whole or not at all.")
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_page_of_several_parts_counts_only_whole(empty_redis: RedisServer, part: int) -> None:
@@ -220,6 +213,8 @@ def test_wrong_use_is_refused_with_its_reason() -> None:
     for wrong in ({"ttl_s": 0.0}, {"deadline_s": 0.0}, {"prefix": "a b"}):
         with pytest.raises(ConfigError):
             PageStorage("memory://", **wrong)
+    with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1"):
+        PageStorage("redis://127.0.0.1:1/0").open()
     storage = PageStorage("memory://")
     with pytest.raises(ShuttingDownError):
         storage.pool(_ENGINE, pages_of(6))

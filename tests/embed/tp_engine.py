@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tests.embed.engine_rank import StepMessage
-from tests.embed.planes import shard_planes
+from tests.embed.engine_rank import StepMessage, shard_planes
 from tests.embed.steps import Steps
 from tests.latch import PATIENCE_S
 from tests.preloaded import ForkedProgram
