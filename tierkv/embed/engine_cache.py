@@ -177,6 +177,8 @@ class LocalHost:
             self._thread.close()
             raise
         self.slots, self.max_reserved = self._side.slots, self._side.max_reserved
+        # The engine's ids of blocks of the first cache group of full attention; None without one.
+        self.names: HostNames | None = self._side.names
 
     def call(
         self,
@@ -198,14 +200,6 @@ class LocalHost:
     def take_events(self) -> list[CacheEvent]:
         """Return the cache events (a block was stored, evicted ...) since the last call."""
         return self._side.take_events()
-
-    @property
-    def names(self) -> HostNames | None:
-        """The ids that the engine has given to blocks on the host; None without full attention.
-
-        Only blocks of the first cache group of full attention are included.
-        """
-        return self._side.names
 
     def close(self) -> None:
         """Release all blocks and slots of the engine, and end the thread.

@@ -75,10 +75,6 @@ class GroupLookup:
     held: list[FlatBlock] = field(default_factory=list)
     round: int = 0
 
-    def tokens(self, position: int) -> bytes:
-        """Return the tokens of block number `position`, as little-endian int32 bytes."""
-        return self.prompt.block(position)
-
 
 class _UnknownError(Exception):
     """A block must be looked up in storage before the prompt's usable length is known.
@@ -215,7 +211,7 @@ class GroupTier:
         if block is not None:
             return block, key.num_tokens
         if self.group.has_prefixes:
-            wanted, extra = lookup.tokens(at), lookup.prompt.extra(at)
+            wanted, extra = lookup.prompt.block(at), lookup.prompt.extra(at)
             return self.blocks.best(lookup.keys.parent_of(at), wanted, extra)
         return None, 0
 
@@ -302,7 +298,7 @@ class GroupTier:
         parent, extra = lookup.keys.parent_of(at), lookup.prompt.extra(at)
         missing = {lookup.keys[at].digest, *lookup.lost}
         found = await self.io.tails.best(
-            parent, lookup.tokens(at), extra, lookup.prompt.space, missing=missing
+            parent, lookup.prompt.block(at), extra, lookup.prompt.space, missing=missing
         )
         if found is None or found.num_shared <= self.here(lookup, at)[1]:
             return False
@@ -431,7 +427,7 @@ class GroupTier:
         return problem
 
     def _made(self, lookup: GroupLookup, at: int, key: StoredKey, slot: int) -> FlatBlock:
-        tokens = lookup.tokens(at) if key.tail is None else key.tail.tokens
+        tokens = lookup.prompt.block(at) if key.tail is None else key.tail.tokens
         return FlatBlock(key, lookup.keys.parent_of(at), tokens, lookup.prompt.extra(at), at, slot)
 
     # Saves

@@ -33,9 +33,6 @@ class HostNames:
     def __contains__(self, name: ExternalId) -> bool:
         return name in self._digests
 
-    def __len__(self) -> int:
-        return len(self._digests)
-
     @property
     def digests(self) -> set[bytes]:
         """The keys of all host blocks for which the engine has recorded its own block id."""
