@@ -23,11 +23,10 @@ from tests.prometheus_server import (
     RULES,
     Prometheus,
     expressions_of,
-    program,
     prometheus,
     promtool,
 )
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import RedisServer, program, redis_server
 from tierkv.demo.processes import together
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
@@ -84,24 +83,15 @@ async def watched(folder: Path) -> AsyncIterator[Watched]:
         program("prometheus")
         redis = stack.enter_context(redis_server("--maxmemory-policy", "noeviction"))
 
-        async def start(name: str, role: str, config: str, storage: str) -> NodeProcess:
-            return await stack.enter_async_context(
-                node(
-                    name,
-                    role=role,
-                    config=folder / config,
-                    storage=storage,
-                    folder=folder,
-                    direct="off",
-                )
-            )
-
-        prefill, decode, small, mortal = await together(
-            start("prefill", "prefill", "node.toml", redis.url),
-            start("decode", "decode", "node.toml", redis.url),
-            start("small", "both", "small.toml", "none"),
-            start("mortal", "both", "small.toml", "none"),
+        of_redis: dict[str, Any] = {"config": folder / "node.toml", "storage": redis.url}
+        alone: dict[str, Any] = {"role": "both", "config": folder / "small.toml", "storage": "none"}
+        nodes = (
+            node("prefill", role="prefill", folder=folder, direct="off", **of_redis),
+            node("decode", role="decode", folder=folder, direct="off", **of_redis),
+            node("small", folder=folder, direct="off", **alone),
+            node("mortal", folder=folder, direct="off", **alone),
         )
+        prefill, decode, small, mortal = await together(*map(stack.enter_async_context, nodes))
         front, other = [
             await stack.enter_async_context(
                 gateway(folder, prefill=before, decode=after, options=options)

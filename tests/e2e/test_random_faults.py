@@ -174,7 +174,7 @@ class RedisThatFails:
             # The other fault may have stopped the server.
             with contextlib.suppress(redis.RedisError, OSError, TimeoutError):
                 async with asyncio.timeout(2), redis.asyncio.Redis(port=self._server.port) as one:
-                    await one.execute_command(*words)
+                    await one.execute_command(*words)  # type: ignore[no-untyped-call]
 
         return run
 

@@ -21,7 +21,7 @@ from tierkv.sched.request import Request
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 BLOCK = 4
-ROOM = {"device_blocks": 64, "host_blocks": 64}
+ROOM: dict[str, Any] = {"device_blocks": 64, "host_blocks": 64}
 TOKENS = tokens(42)  # ten blocks, and a tail
 
 

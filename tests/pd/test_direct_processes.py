@@ -139,7 +139,9 @@ async def test_a_producer_that_dies_while_it_is_read_is_no_loss(
 
 
 async def test_a_producer_that_hangs_costs_a_second(url: str, way: str) -> None:
-    patience = {"lookup_deadline_s": 200, "claim_deadline_s": 200, "fetch_deadline_s": 200.0}
+    patience: dict[str, Any] = dict.fromkeys(
+        ("lookup_deadline_s", "claim_deadline_s", "fetch_deadline_s"), 200.0
+    )
     async with published(url, WAYS[way], **patience) as (node, other):
         other.popen.send_signal(signal.SIGSTOP)
         started = asyncio.get_running_loop().time()
@@ -189,7 +191,7 @@ def hanging_claimer(address: DirectAddress) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("end", ["killed", "silent"])
 async def test_a_claimer_that_dies_or_hangs_holds_nothing_for_long(url: str, end: str) -> None:
-    lease = {"direct_lease_s": 60.0 if end == "killed" else 0.5}
+    lease: dict[str, Any] = {"direct_lease_s": 60.0 if end == "killed" else 0.5}
     async with published(url, lease) as (node, other):
         address = (await ticket_of(node, "t")).direct
         assert address is not None

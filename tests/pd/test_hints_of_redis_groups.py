@@ -21,23 +21,16 @@ from tierkv.storage.protocol import Listener, Notifier
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RedisCluster]:
-    with redis_cluster(3) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def group() -> Iterator[SentinelGroup]:
     with sentinel_group() as running:
         yield running
 
 
-@pytest.fixture(params=["cluster", "sentinel"])
-def url(request: pytest.FixtureRequest) -> str:
-    kind = "cluster" if request.param == "cluster" else "group"
-    found: RedisCluster | SentinelGroup = request.getfixturevalue(kind)
-    return found.url
+@pytest.fixture
+def cluster() -> Iterator[RedisCluster]:
+    with redis_cluster(3) as running:
+        yield running
 
 
 async def _tell_until_heard(teller: Notifier, topic: str, listener: Listener) -> None:
@@ -47,7 +40,11 @@ async def _tell_until_heard(teller: Notifier, topic: str, listener: Listener) ->
             return
 
 
-async def test_every_topic_is_heard_whichever_node_its_slot_is_on(url: str) -> None:
+@pytest.mark.parametrize("kind", ["cluster", "group"])
+async def test_every_topic_is_heard_whichever_node_its_slot_is_on(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue(kind).url
     topics = [f"tierkv:ticket:{number}" for number in range(20)]
     async with opened(url, url) as [(_, teller), (_, hearer)]:
         for topic in topics:
@@ -57,20 +54,15 @@ async def test_every_topic_is_heard_whichever_node_its_slot_is_on(url: str) -> N
                 await finish(_tell_until_heard(teller, topic, listener))
 
 
-async def test_hints_come_back_after_a_failover() -> None:
+async def test_hints_come_back_after_a_failover(group: SentinelGroup) -> None:
     topic = "tierkv:ticket:1"
-    context = sentinel_group()
-    group = await asyncio.to_thread(context.__enter__)
-    try:
-        async with opened(group.url, group.url) as [(_, teller), (_, hearer)]:
-            with hearer.listen(topic) as listener:
-                await live(listener)
-                group.master.popen.kill()
-                await until(lambda: not listener.is_live, "a listener that knows it is deaf")
-                await asyncio.to_thread(
-                    wait_until, lambda: group.master_port() == group.replica.port, "a failover"
-                )
-                async with asyncio.timeout(30):
-                    await _tell_until_heard(teller, topic, listener)
-    finally:
-        await asyncio.to_thread(context.__exit__, None, None, None)
+    async with opened(group.url, group.url) as [(_, teller), (_, hearer)]:
+        with hearer.listen(topic) as listener:
+            await live(listener)
+            group.master.popen.kill()
+            await until(lambda: not listener.is_live, "a listener that knows it is deaf")
+            await asyncio.to_thread(
+                wait_until, lambda: group.master_port() == group.replica.port, "a failover"
+            )
+            async with asyncio.timeout(30):
+                await _tell_until_heard(teller, topic, listener)

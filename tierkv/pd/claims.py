@@ -564,9 +564,10 @@ class Claims:
                 async with deadline(left_s, _found_no_room):  # the request may still be queued then
                     request = await self._scheduler.admit(spec, fetched)
                 request.matched_at, request.fetched_at = fetched.matched_at, fetched.ended_at
-                if problem is None or problem is NO_ROOM:
-                    problem = await self._rest(request, keys, budget)
                 is_whole = request.cached_tokens == prompt.num_tokens
+                if not is_whole and (problem is None or problem is NO_ROOM):
+                    problem = await self._portions.fetch_or_end(request, budget, keys)
+                    is_whole = request.cached_tokens == prompt.num_tokens
                 if is_whole or policy is not ClaimPolicy.WHOLE:
                     return request
                 self._scheduler.end(request)
@@ -579,13 +580,6 @@ class Claims:
     def _may_try_again(self, problem: GetOutcome | None, give_up_at: float) -> bool:
         has_failed = problem is not None and problem.status is GetStatus.FAILED
         return has_failed and asyncio.get_running_loop().time() + _FIRST_PAUSE_S < give_up_at
-
-    async def _rest(
-        self, request: Request, keys: Sequence[StoredKey], budget: Budget
-    ) -> GetOutcome | None:
-        if request.cached_tokens == request.spec.prompt.num_tokens:
-            return None
-        return await self._portions.fetch_or_end(request, budget, keys)
 
     async def _fetch_and_load(
         self, spec: RequestSpec, keys: Sequence[StoredKey], budget: Budget

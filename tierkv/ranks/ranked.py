@@ -299,14 +299,11 @@ class _PendingCopies:
             return [
                 (
                     f"rank {rank} has reported nothing for "
-                    f"{self._silent_s(rank, copies[0], now):.1f} s: {len(copies)} of its "
-                    "copies are pending"
+                    f"{now - max(self._finished_at[rank], copies[0].begun):.1f} s: "
+                    f"{len(copies)} of its copies are pending"
                 )
                 for rank, copies in sorted(late.items())
             ]
-
-    def _silent_s(self, rank: int, oldest: _PendingCopy, now: float) -> float:
-        return now - max(self._finished_at[rank], oldest.begun)
 
 
 class RankedEvent:
