@@ -43,12 +43,6 @@ def test_the_block_size_is_named_too() -> None:
     assert [text.split()[0] for text in differences(ours, theirs)] == ["block_size", "layout"]
 
 
-def test_equal_fingerprints_have_no_difference_and_the_same_root() -> None:
-    again = Fingerprint("llama", LAYOUTS["gqa"])
-    assert differences(OURS.readable(), again.readable()) == ()
-    assert again.root() == OURS.root()
-
-
 def test_a_field_that_only_one_side_knows_is_a_difference() -> None:
     theirs = OURS.readable() | {"rope": "yarn"}
     assert differences(OURS.readable(), theirs) == ("rope (here 'absent', there 'yarn')",)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.gpu.cuda import WAIT_S, cupy_or_skip, opened
 from tierkv.cache.layout import attention_layout
-from tierkv.gpu.protocol import BlockCopy, Direction
+from tierkv.gpu.protocol import Direction
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.model import ReferenceModel
 
@@ -70,15 +70,12 @@ def test_the_reference_model_computes_its_first_layers_while_the_last_are_loaded
     layout = model.layout
     device = CudaDevice()
     blocks = (1 << 30) // layout.block_bytes  # 19 ms over PCIe 5
-    planes, host = device.allocate_planes(layout, blocks), device.allocate_host(layout, blocks)
-    lane = device.open_lane(Direction.LOAD, planes, host)
-    host.wait_until_pinned()
-    watch = new_stream(device.gpu, is_urgent=False)
+    planes = device.allocate_planes(layout, blocks)
     every = np.arange(blocks, dtype=np.int32)
     slots = np.random.default_rng(0).permutation(blocks).astype(np.int32)
     began, loaded = cupy.cuda.Event(), cupy.cuda.Event()
     reached: list[Any] = []  # what was computed before layer i
-    opened: list[Any] = []  # layer i is there
+    arrived: list[Any] = []  # layer i is there
 
     def watch_end() -> None:
         watch.wait(events[-1], WAIT_S)
@@ -90,8 +87,8 @@ def test_the_reference_model_computes_its_first_layers_while_the_last_are_loaded
                 reached.append(cupy.cuda.Event())
                 reached[-1].record()
                 device.compute_stream.wait(events[layer], WAIT_S)
-                opened.append(cupy.cuda.Event())
-                opened[-1].record()
+                arrived.append(cupy.cuda.Event())
+                arrived[-1].record()
 
         with device.computing():
             model.forward(
@@ -102,24 +99,22 @@ def test_the_reference_model_computes_its_first_layers_while_the_last_are_loaded
                 before_layer=before_layer,
             )
 
-    events = lane.submit(BlockCopy(Direction.LOAD, every[:0], every[:0]))
-    forward(waits=False)  # compiles what it needs
-    began.record(watch.raw)
-    events = lane.submit(BlockCopy(Direction.LOAD, slots, every))
-    thread = threading.Thread(target=watch_end)
-    thread.start()
-    forward(waits=True)
-    thread.join(WAIT_S)
-    device.gpu.synchronize()
-
     def at_ms(event: object) -> float:
         return float(cupy.cuda.get_elapsed_time(began, event))
 
+    with opened(device, planes, blocks, Direction.LOAD) as on:
+        on.host.wait_until_pinned()
+        watch = new_stream(device.gpu, is_urgent=False)
+        events = on.submit(Direction.LOAD, every[:0], every[:0])
+        forward(waits=False)  # compiles what it needs
+        began.record(watch.raw)
+        events = on.submit(Direction.LOAD, slots, every)
+        thread = threading.Thread(target=watch_end)
+        thread.start()
+        forward(waits=True)
+        thread.join(WAIT_S)
+        device.gpu.synchronize()
     assert len(reached) == layout.num_layers > 1
     assert at_ms(reached[1]) < at_ms(loaded)  # layer 0 is computed before all is there
-    assert at_ms(opened[0]) < at_ms(loaded) / 2
-    assert at_ms(opened[-1]) > 0.95 * at_ms(loaded)  # and the last one is not begun before
-    lane.close()
-    host.close()
-    planes.close()
-    device.close()
+    assert at_ms(arrived[0]) < at_ms(loaded) / 2
+    assert at_ms(arrived[-1]) > 0.95 * at_ms(loaded)  # and the last one is not begun before
