@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
 
 from tierkv.cache.layout import Layout
 from tierkv.errors import ConfigError, LayoutError, TransferError
@@ -180,6 +179,7 @@ class CudaDevice:
         self.gpu = Gpu(index)
         self.name = f"cuda:{index} ({self.gpu.model})"
         self.compute_stream = adopted_stream(self.gpu, compute_stream)
+        self.array_module = ARRAY_MODULE
         self.quick_copy_bytes = 0  # kernels may have to be compiled
         self._lane_settings = lanes or LaneSettings()
         self._before_copy = before_copy
@@ -190,11 +190,6 @@ class CudaDevice:
         self._within = new_stream(self.gpu, is_urgent=True)
         self._kernels: tuple[CudaPlanes, PlaneKernels] | None = None
         self._queues: tuple[CudaStream, ...] = ()  # see used_queues; () before the first lane
-
-    @property
-    def array_module(self) -> ModuleType:
-        """The module of the planes' arrays: CuPy."""
-        return ARRAY_MODULE
 
     @property
     def failure(self) -> str | None:

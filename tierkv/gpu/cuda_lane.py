@@ -33,7 +33,7 @@ from tierkv.gpu.cuda_memory import CudaPlanes, DeviceMemory, copy_rectangle
 from tierkv.gpu.driver import Addresses, Column, load_driver
 from tierkv.gpu.kernels import PlaneKernels
 from tierkv.gpu.pinned import PinnedSlots
-from tierkv.gpu.protocol import BlockCopy, Direction, Event, Ids
+from tierkv.gpu.protocol import BlockCopy, Direction, Event
 from tierkv.gpu.units import MAX_BLOCKS, Order, Ring, Unit, UnitPlanner, UnitSizes, joined, row_of
 from tierkv.threads import Threads
 
@@ -111,7 +111,8 @@ class Pipeline:
         self._since_turn = 0
         self._under_way: deque[CudaEvent] = deque(maxlen=4)  # ends of the last batches
         self._kernel_stream = new_stream(gpu, is_urgent=True)
-        self._kernels = PlaneKernels(gpu, planes, num_ctas=settings.num_ctas)
+        kernels = PlaneKernels(gpu, planes, num_ctas=settings.num_ctas)
+        self._launch = kernels.scatter if direction is Direction.LOAD else kernels.gather
         self._ring: Ring[CudaEvent] = Ring(capacity)
         self._staging = DeviceMemory(gpu, capacity)
         # The addresses of a unit's pieces on host and device, and their bytes.
@@ -124,25 +125,23 @@ class Pipeline:
         self._row_bytes = 0
         self._rows: Addresses = np.empty(0, np.uint64)  # starts of rows of `_row_bytes` bytes
 
-    def wait(self, event: Event, timeout_s: float) -> None:
-        """Let units that are submitted after this call start only when an event is done.
-
-        The call blocks until the GPU can wait for the event itself: for the event of a copy, until
-        this copy is submitted; for an event of another kind of device, until the event is done.
-
-        Args:
-            event: the event to wait for.
-            timeout_s: largest time for which the call blocks, in seconds.
-        """
-        self._kernel_stream.wait(event, timeout_s)
-
-    def submit(self, copy: BlockCopy) -> Iterator[tuple[Unit, CudaEvent | None]]:
+    def submit(self, copy: BlockCopy, timeout_s: float) -> Iterator[tuple[Unit, CudaEvent | None]]:
         """Submit a copy unit by unit; yield each unit with the event that is done at its end.
 
         In a load, the first two units that pass through staging memory are yielded twice. The first
         time, without an event, only the copy from the host has been submitted; the second time also
         the kernel that writes the planes. A caller can thus leave the kernel to another thread.
+
+        The first step blocks until the GPU can wait itself for each event of `copy.after`: for the
+        event of a copy, until this copy is submitted; for an event of another kind of device, until
+        the event is done.
+
+        Args:
+            copy: the copy.
+            timeout_s: largest time for which the first step blocks for an event, in seconds.
         """
+        for event in copy.after:
+            self._kernel_stream.wait(event, timeout_s)
         units = self._planner.plan(len(copy))
         first = next(units)
         if self._may_begin_straight(first):
@@ -176,12 +175,12 @@ class Pipeline:
                 if number < _UNSORTED_UNITS:
                     yield unit, None
                 self._kernel_stream.wait_bound(copied)
-                self._launch(unit, blocks, staging)
+                self._launch(unit, blocks, staging, self._kernel_stream)
                 end = self._kernel_stream.record_bound()
             else:
                 if free is not None:
                     self._kernel_stream.wait_bound(free)
-                self._launch(unit, blocks, staging)
+                self._launch(unit, blocks, staging, self._kernel_stream)
                 self._copies.wait_bound(self._kernel_stream.record_bound())
                 end = self._copy(*pieces)
             self._ring.use_until(end)
@@ -245,11 +244,6 @@ class Pipeline:
             self._kernel_stream.raw.synchronize()
         self._ring.reset()
         self._under_way.clear()
-
-    def _launch(self, unit: Unit, block_ids: Ids, staging: int) -> None:
-        is_load = self._direction is Direction.LOAD
-        move = self._kernels.scatter if is_load else self._kernels.gather
-        move(unit, block_ids, staging, self._kernel_stream)
 
     def _write_pieces(
         self, unit: Unit, slots: Addresses, staging: int, *, joins: bool
@@ -524,9 +518,7 @@ class CudaLane:
         assert self._pipeline is not None, "the thread ends before the pipeline goes"
         if self._planes.is_closed:
             raise LayoutError("these planes are closed")
-        for event in copy.after:
-            self._pipeline.wait(event, timeout_s)
-        yield from self._pipeline.submit(copy)
+        yield from self._pipeline.submit(copy, timeout_s)
 
     def _drain(self) -> None:
         if self._pipeline is not None:
