@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from tests.cache.cached import Cached
-from tierkv.cache.eviction import EvictionKind, S3Fifo, WritePolicy, WriteRule, make_policy
-from tierkv.cache.index import Index
+from tierkv.cache.eviction import EvictionKind, WritePolicy, WriteRule, make_policy
+from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Space, Tier
 from tierkv.errors import ConfigError
 
@@ -35,28 +35,17 @@ def test_a_run_used_again_and_again_does_not_pile_up_in_the_queue_nor_drive_othe
     assert [v.node for v in index.spaces.order[Tier.DEVICE].victims(20)] == [*nodes, busiest]
 
 
-def test_s3fifo_lets_its_newcomers_overflow_at_once_when_the_tier_shrinks() -> None:
-    cache = Cached(policy=make_policy(EvictionKind.S3FIFO, 100))
-    for number in range(9):
-        cache.put([number])
-    order = cache.index.spaces.order[Tier.DEVICE]
-    nodes = list(cache.index.spaces.nodes())
+def test_s3fifo_lets_its_newcomers_overflow_at_once_when_a_quota_shrinks() -> None:
+    cache, space = Cached(), Space("tenant", bytes(32), quota=(100, None))
+    spaces = cache.index.spaces
+    spaces.open(space, (EvictionKind.S3FIFO, EvictionKind.S3FIFO))
+    nodes = [cache.put(Prompt.of([number], 1, space="tenant")) for number in range(9)]
+    order = spaces.own_order(space, Tier.DEVICE)
+    assert order is not None
     assert {order.rank(node) >> 48 for node in nodes} == {2}, "within their share"
-    order.resized(20)
+    spaces.set_quota(space, (20, None))
     assert cache.findings() == []
     assert [order.rank(node) >> 48 for node in nodes].count(2) == 2
-
-
-def test_a_quota_that_changes_changes_the_share_of_newcomers() -> None:
-    index = Index(1)
-    space = Space("tenant", bytes(32), quota=(100, None))
-    index.spaces.open(space, (EvictionKind.S3FIFO, EvictionKind.S3FIFO))
-    order = index.spaces.own_order(space, Tier.DEVICE)
-    assert order is not None
-    assert isinstance(order.policy, S3Fifo)
-    assert order.policy.max_small == 10
-    index.spaces.set_quota(space, (50, None))
-    assert order.policy.max_small == 5
 
 
 # When a copy goes down a tier
