@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 from collections import Counter
@@ -290,12 +291,15 @@ async def test_values_on_their_way_between_two_masters_are_listed(
     store = redis_store(cluster.url)
     name, stays = "t:f:moving:0", "t:f:000:0"
     slot = slot_of(name)
+    theirs = next(n for n in (f"t:list:{i}:0" for i in itertools.count()) if slot_of(n) == slot)
     source = next(server for server in cluster.masters if slot in slots_of(server))
     target = next(server for server in cluster.masters if server is not source)
 
     def move_the_values_only() -> None:
+        source.execute("RPUSH", theirs, "another program's")
         begin_to_move(slot, source, target)
-        source.execute("MIGRATE", "127.0.0.1", target.port, name, 0, 60_000)
+        for key in (name, theirs):
+            source.execute("MIGRATE", "127.0.0.1", target.port, key, 0, 60_000)
 
     async with store.running():
         puts = await store.put([PutItem(name, (b"1234",), ttl_s=100.0), PutItem(stays, (b"5",))])

@@ -22,7 +22,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.latch import until
 from tests.redis_server import RedisServer
-from tests.storage.values import content_of, get_one, landing, put_one, redis_store
+from tests.storage.values import content_of, get_one, landing, put_one, redis_store, refused
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
 from tierkv.storage.redis import control
@@ -159,6 +159,18 @@ async def test_only_what_may_be_done_twice_is_sent_again_to_a_server_that_ends_w
                 await store.present([NAMES[0]])
     assert server.heard[b"UNLINK"] == 1
     assert server.heard[b"EXISTS"] > 1
+
+
+async def test_a_question_behind_a_change_that_a_new_replica_refuses_is_answered() -> None:
+    """Its connection is closed, so that the next one goes to the new master."""
+    replies = {b"PEXPIRE": b"-READONLY You can't write against a read only replica.\r\n"}
+    async with odd_server(lambda verb: replies.get(verb, b":1\r\n")) as server:
+        store = redis_store(server.url)
+        async with store.running(), asyncio.TaskGroup() as group:
+            touching = group.create_task(refused(store.touch([NAMES[0]], ttl_s=60.0)))
+            asking = group.create_task(store.present([NAMES[0]]))
+    assert "refused PEXPIRE: READONLY" in touching.result()
+    assert asking.result() == [True]
 
 
 @pytest.mark.parametrize(

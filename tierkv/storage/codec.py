@@ -51,9 +51,8 @@ _MIN_LATE_BYTES, _MAX_LATE_BYTES = 256 << 10, 8 << 20
 class Damage(Enum):
     """The difference between a stored value and the value that its reader expects."""
 
-    LENGTH = (
-        "length"  # shorter than a header, or not as long as the header says or the reader expects
-    )
+    # Shorter than a header, or not as long as the header says or the reader expects.
+    LENGTH = "length"
     MAGIC = "magic"  # not a value of tierkv at all
     VERSION = "version"  # format version, flags or payload codec that this reader does not know
     LAYOUT = "layout"  # a block of another layout

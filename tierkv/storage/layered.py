@@ -117,11 +117,7 @@ class LayeredStore(StoreWrapper):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with (
-            self._near.running(),
-            self._far.running(),
-            self._copies.running(),
-        ):
+        async with self._near.running(), self._far.running(), self._copies.running():
             yield
 
     async def exists(self, names: Sequence[str]) -> int:
@@ -195,9 +191,7 @@ class LayeredStore(StoreWrapper):
         replaced = [item.name for item in items if not item.leaves_existing]
         if replaced:
             self._copies.forget(replaced)
-            with suppress(
-                StoreUnavailableError
-            ):  # a store that is down returns no old values, either
+            with suppress(StoreUnavailableError):  # then it returns no old values, either
                 await self._near.delete(replaced)
         return outcomes
 
@@ -209,17 +203,14 @@ class LayeredStore(StoreWrapper):
             StoreRefusedError: the near store does not answer; the far store has removed the values.
         """
         check_names(names)
-        num_there = sum(
-            await self.present([*dict.fromkeys(names)])
-        )  # some values are in one store only
+        # Some values are in one store only.
+        num_there = sum(await self.present([*dict.fromkeys(names)]))
         num_far = await self._far.delete(names)
         self._copies.forget(names)  # their values are no longer in the far store
         try:
             await self._near.delete(names)
-        except (
-            StoreUnavailableError
-        ) as error:  # not StoreUnavailableError: the far store can still be read
-            raise StoreRefusedError(str(error)) from error
+        except StoreUnavailableError as error:
+            raise StoreRefusedError(str(error)) from error  # the far store can still be read
         return max(num_there, num_far)
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:

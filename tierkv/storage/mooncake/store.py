@@ -468,9 +468,8 @@ def _check_master_answers(address: tuple[str, int], timeout_s: float) -> None:
     # The client would retry for minutes, and with a frozen master its `setup` stops all Python
     # threads for 4 s.
     with socket.create_connection(address, timeout_s) as connection:
-        connection.sendall(
-            b"?"
-        )  # the master closes a connection after bytes that are not a request
+        # The master closes a connection after bytes that are not a request.
+        connection.sendall(b"?")
         with suppress(ConnectionResetError):
             connection.recv(1)
 
@@ -568,9 +567,8 @@ class MooncakeStore(BaseStore):
 
         async with (
             self._opener.running(),
-            self._opener.holding(
-                connect, MooncakeValues.close
-            ) as values,  # outlives the threads below
+            # Outlives the threads below.
+            self._opener.holding(connect, MooncakeValues.close) as values,
             self._askers.running(),
             self._readers.running(),
             self._writers.running(),

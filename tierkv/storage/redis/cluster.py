@@ -42,10 +42,8 @@ from tierkv.tasks import task_group
 # A moving slot causes at most two redirections (MOVED, then ASK); more attempts are for _TRANSIENT.
 _MAX_ATTEMPTS = 8
 _BETWEEN_ATTEMPTS_S = 0.02
-_TRANSIENT = frozenset(
-    # A MOVED counts only if it names no host; the next table of slots has the host.
-    {"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "MOVED"}
-)
+# A MOVED counts only if it names no host; the next table of slots has the host.
+_TRANSIENT = frozenset({"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "MOVED"})
 _ASKING = memoryview(pack("ASKING"))
 
 

@@ -17,11 +17,7 @@ from typing import Final, Protocol, TypeVar
 from redis.exceptions import AskError, ResponseError, TryAgainError
 
 from tierkv.clock import Clock
-from tierkv.errors import (
-    StoreCorruptError,
-    StoreRefusedError,
-    StoreUnavailableError,
-)
+from tierkv.errors import StoreCorruptError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,

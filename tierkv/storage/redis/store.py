@@ -59,7 +59,7 @@ from tierkv.storage.redis.node import (
     question,
 )
 from tierkv.storage.redis.pool import FixedAddress, Locator, Login, RedisAccess
-from tierkv.storage.redis.resp import Reply, TooLong
+from tierkv.storage.redis.resp import Refused, Reply, TooLong
 from tierkv.storage.redis.url import RedisSettings, RedisUrl, Setup
 from tierkv.storage.redis.wire import Address, Unanswered, WireStats, port_of
 from tierkv.tasks import supervised
@@ -264,10 +264,8 @@ class RedisStore(BaseStore):
             refusal = await self._refusal_of_size(cut) if cut else None
         finally:
             self._num_puts -= 1
-        if refusal is None:
-            return [put_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
         return [
-            refusal if isinstance(reply, Unanswered) else put_outcome(item, reply)
+            refusal if refusal and isinstance(reply, Unanswered) else put_outcome(item, reply)
             for item, reply in zip(items, replies, strict=True)
         ]
 
@@ -339,18 +337,15 @@ class RedisStore(BaseStore):
             for name in names
             for verb in ("STRLEN", "PTTL")
         ]
-        replies = [
-            check_reply(reply, (call.name,))
-            for call, reply in zip(
-                calls, await self._carry_out(calls, Purpose.QUESTION), strict=True
-            )
-        ]
+        replies = await self._carry_out(calls, Purpose.QUESTION)
         now = self._ours.wall()
-        found = (
-            described(name, num_bytes, ttl_ms, now=now)
-            for name, num_bytes, ttl_ms in zip(names, replies[::2], replies[1::2], strict=True)
-        )
-        return {value.name: value for values in found for value in values}
+        values: dict[str, StoredValue] = {}
+        for name, *pair in zip(names, replies[::2], replies[1::2], strict=True):
+            if any(isinstance(reply, Refused) and reply.code == "WRONGTYPE" for reply in pair):
+                continue  # another program's
+            num_bytes, ttl_ms = [check_reply(reply, (name,)) for reply in pair]
+            values |= {v.name: v for v in described(name, num_bytes, ttl_ms, now=now)}
+        return values
 
     async def _publish_hint(self, topic: str, message: str) -> None:
         # Each node of a cluster passes messages to all others. A random one is used, so that a dead

@@ -33,11 +33,7 @@ _MAX_PIECES = 1024  # UIO_MAXIOV
 # 0.01 s; a store is near, so this is shorter.
 _START_S = 0.05
 # Balancers and firewalls silently drop a connection that is idle for some minutes.
-_KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 60),
-    (socket.TCP_KEEPINTVL, 10),
-    (socket.TCP_KEEPCNT, 3),
-)
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 _LONG_BYTES = 256 << 10  # a longer piece gets its own system call
 
 
@@ -672,10 +668,10 @@ class Wire:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._lose(why_unreachable(error))
+                self._lose(f"cannot be reached {why_unreachable(error)}")
                 return
             if num_bytes == 0:
-                self._lose("(it closed the connection)")
+                self._lose("cannot be reached (it closed the connection)")
                 return
             self._was_heard = True
             self._stats.received_bytes += num_bytes
@@ -733,7 +729,7 @@ class Wire:
         last = replies[wanted - 1]
         if isinstance(last, Refused) and last.code == "READONLY":
             # The server is no longer the master: the next connection asks for the master's address.
-            self.close(Unanswered("became a replica"))
+            self._lose("became a replica")
         return replies[wanted:]
 
     def _send_on(self) -> None:
@@ -752,7 +748,7 @@ class Wire:
                 self._is_broken = True
                 self._read_turn()  # received bytes may contain the reason, or earlier replies
                 if not self.is_lost:
-                    self._lose(why_unreachable(error))
+                    self._lose(f"cannot be reached {why_unreachable(error)}")
                 return
             self._stats.sent_bytes += num_bytes
             self._send_budget.spend(num_bytes)
@@ -801,7 +797,7 @@ class Wire:
             return
         self.close(Unanswered(f"did not answer within {oldest.allowed_s * 1000:.0f} ms"))
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         """Close the failed connection, whose requests may be sent again on another connection.
 
         The exceptions are a request whose second attempt could have another result, and a read
@@ -813,6 +809,5 @@ class Wire:
             has_begun = self._was_heard and place == 0 and waiting.request.digest is not None
             if has_begun or waiting.request.is_once:
                 waiting.request.may_retry = False
-        reason = f"cannot be reached {why}"
         is_new = not (self.has_answered or self._was_heard)
         self.close(Unanswered(reason, is_over=True, is_new=is_new))
