@@ -332,32 +332,6 @@ async def test_a_value_renewed_just_before_its_removal_stays(
         assert await get_one(store, "t:f:a:0", 3) == (GetStatus.HIT, b"new")
 
 
-async def test_two_who_find_no_value_do_not_both_store_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flock, rename, second_came = fcntl.flock, os.rename, threading.Event()
-    asked: list[int] = []
-
-    def counted_flock(fd: int, operation: int) -> None:
-        asked.append(fd)
-        if len(asked) == 2:
-            second_came.set()
-        flock(fd, operation)
-
-    def late_rename(source: str, target: str) -> None:
-        assert second_came.wait(10)
-        rename(source, target)
-
-    stores = [file_store(tmp_path) for _ in range(2)]
-    async with stores[0].running(), stores[1].running():
-        monkeypatch.setattr(fcntl, "flock", counted_flock)
-        monkeypatch.setattr(os, "rename", late_rename)
-        async with asyncio.TaskGroup() as group:
-            puts = [group.create_task(put_one(store, "t:f:a:0", b"x")) for store in stores]
-        assert sorted(put.result().value for put in puts) == ["existed", "stored"]
-        monkeypatch.undo()
-
-
 async def test_links_pipes_and_strangers_in_the_directory_do_no_harm(tmp_path: Path) -> None:
     root, secret = tmp_path / "store", tmp_path / "secret"
     secret.write_bytes(b"secret")
