@@ -49,7 +49,7 @@ class Pair:
     def __init__(self, capacity_bytes: int | None = None, **settings: float) -> None:
         self.faulty = FaultyStore(MemoryStore(MemorySettings(capacity_bytes), SystemClock()))
         chosen = {"probe_interval_s": 0.02, "retries_per_operation": 0} | settings
-        self.store = guarded(self.faulty, **chosen)
+        self.store = guarded(self.faulty, SystemClock(), **chosen)
 
     @property
     def state(self) -> BreakerState | None:
