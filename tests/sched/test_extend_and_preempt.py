@@ -11,9 +11,16 @@ from tests.sessions import resume_request
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
-from tierkv.errors import OutOfBlocksError, OwnershipError, RequestTooLargeError
+from tierkv.cache.node import Tier
+from tierkv.errors import (
+    DuplicateRequestError,
+    OutOfBlocksError,
+    OwnershipError,
+    RequestAbortedError,
+    RequestTooLargeError,
+)
 from tierkv.gpu.protocol import Direction
-from tierkv.sched.request import Request
+from tierkv.sched.request import Request, RequestState
 
 NONE = WritePolicy.NONE
 
@@ -144,3 +151,86 @@ async def test_of_those_that_all_wait_to_grow_the_lowest_priority_yields_whoever
             assert not grows.done()
             here.service.scheduler.end(low)
         await here.ended(high)
+
+
+async def test_of_two_that_bring_one_back_one_is_refused() -> None:
+    async with world(host_write=NONE) as here:
+        request = await preempted(here, 8)
+        results = await asyncio.gather(
+            resume_request(here.service, request, max_new_tokens=0),
+            resume_request(here.service, request, max_new_tokens=0),
+            return_exceptions=True,
+        )
+        back = [one for one in results if isinstance(one, Request)]
+        refused = [
+            one for one in results if isinstance(one, DuplicateRequestError | OwnershipError)
+        ]
+        assert (len(back), len(refused)) == (1, 1)
+        await here.ended(back[0])
+
+
+@pytest.mark.parametrize("is_abandoned", [True, False])
+async def test_a_return_that_is_abandoned_leaves_nothing_and_an_aborted_one_can_be_tried_again(
+    *, is_abandoned: bool
+) -> None:
+    async with world(device_blocks=4) as here:
+        request = await preempted(here, 8)
+        other = await here.admit(tokens(16, 100))
+        comes_back = asyncio.ensure_future(resume_request(here.service, request, max_new_tokens=0))
+        await turns(5)
+        if is_abandoned:
+            here.service.scheduler.abandon(request)
+            here.service.scheduler.end(other)
+            with pytest.raises(OwnershipError):
+                await finish(comes_back)
+            assert here.service.stats().running_requests == 0
+            await here.settle()
+            return
+        assert here.service.abort(request.request_id)
+        with pytest.raises(RequestAbortedError):
+            await finish(comes_back)
+        assert request.state is RequestState.PREEMPTED
+        here.service.scheduler.end(other)
+        back = await finish(resume_request(here.service, request, max_new_tokens=0))
+        await back.gate.all_layers(100.0)
+        here.check_kv(back, tokens(8), back.cached_tokens)
+        assert back.cached_tokens == 8
+        await here.ended(back)
+
+
+async def test_two_extensions_to_the_same_length_take_the_blocks_once() -> None:
+    async with world(device_blocks=8, host_write=NONE) as here:
+        request = await here.admit(tokens(8))
+        other = await here.admit(tokens(20, 100))
+        both = asyncio.gather(
+            here.service.scheduler.growth.extend(request, 8),
+            here.service.scheduler.growth.extend(request, 8),
+            return_exceptions=True,
+        )
+        await turns(5)
+        here.service.scheduler.end(other)
+        assert list(await finish(both)) == [None, None]
+        assert len(request.block_table) == 4
+        await here.ended(request)
+
+
+@pytest.mark.parametrize("how", ["end", "preempt", "abort"])
+async def test_one_that_goes_while_it_waits_to_grow_hears_of_it(how: str) -> None:
+    async with world(device_blocks=4, host_write=NONE) as here:
+        request, other = await here.admit(tokens(8), name="it"), await here.admit(tokens(8, 100))
+        grows = asyncio.ensure_future(here.service.scheduler.growth.extend(request, 8))
+        await turns(5)
+        if how == "end":
+            here.service.scheduler.end(request)
+        elif how == "preempt":
+            here.service.scheduler.preempt(request)
+        else:
+            assert here.service.abort("it")
+        with pytest.raises(RequestAbortedError if how == "abort" else OwnershipError):
+            await finish(grows)
+        if how == "preempt":
+            here.service.scheduler.abandon(request)
+        elif how == "abort":
+            here.service.scheduler.end(request)
+        await here.ended(other)
+        assert here.service.tiers.eviction.available(Tier.DEVICE) == 4

@@ -276,6 +276,33 @@ async def test_a_prompt_that_ends_in_anothers_stored_tail_is_fetched_whole_witho
         fetched.release()
 
 
+async def test_a_store_that_hangs_and_is_detached_lets_the_request_compute() -> None:
+    async with world(store=await filled(tokens(18)), fetch_deadline_s=1.0) as here:
+        here.the_store.hold()
+        waits = asyncio.ensure_future(here.admit(tokens(18), name="waits"))
+        await finish(here.the_store.until_held(1))
+        here.service.detach_storage()
+        request = await finish(waits)
+        assert request.cached_tokens == 0
+        await here.prefill(request, tokens(18))
+        here.service.scheduler.end(request)
+        here.the_store.release()
+        await here.settle()
+
+
+async def test_another_store_is_not_believed_to_have_what_the_one_before_had() -> None:
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
+        await here.run(tokens(16))
+        names = here.names(tokens(16))
+        assert await here.the_store.exists(names) == 4
+        here.service.detach_storage()
+        other = MemoryStore(MemorySettings(), SystemClock())
+        await finish(here.service.attach_storage(other))
+        await here.run(tokens(16))
+        await here.settle()
+        assert await other.exists(names) == 4
+
+
 # Two groups of blocks on their way at a time; the index takes them in order, without a hole.
 
 

@@ -13,6 +13,7 @@ from tests.latch import ManualEvent, cancelled_at, finish, turns, until
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
+from tierkv.cache.node import Tier
 from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice, CpuEvent
 from tierkv.gpu.protocol import Direction, Event
@@ -391,3 +392,19 @@ async def test_the_block_that_is_matched_in_part_stays_until_it_has_been_copied(
         await here.ended(request)
         here.service.reset()
         assert here.service.stats().host.used == 0
+
+
+async def test_a_tail_is_not_cached_if_the_blocks_above_it_are_on_their_way_for_another() -> None:
+    async with world(device_blocks=16, host_write=WritePolicy.WRITE_THROUGH) as here:
+        await here.run(tokens(16))
+        await here.service.resize(Tier.DEVICE, 1)
+        await here.service.resize(Tier.DEVICE, 16)
+        here.latch.hold(LOAD)
+        loads = await here.admit([*tokens(16), 99])
+        alone = await here.admit(tokens(18), uses_cache=False)
+        await here.commit(alone, tokens(18))
+        here.service.scheduler.end(alone)
+        assert here.service.verify() == []
+        here.latch.release()
+        await here.prefill(loads, [*tokens(16), 99])
+        await here.ended(loads)

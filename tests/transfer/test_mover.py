@@ -58,9 +58,9 @@ def memory_of(device: CpuDevice) -> Iterator[tuple[Planes, HostSlots]]:
 
 
 @asynccontextmanager
-async def ground() -> AsyncIterator[Ground]:
+async def ground(device: CpuDevice | None = None) -> AsyncIterator[Ground]:
     latch = CopyLatch()
-    device = CpuDevice(before_copy=latch)
+    device = device or CpuDevice(before_copy=latch)
     with memory_of(device) as (planes, host):
         mover = Mover(device, planes, host)
         async with mover.running():
@@ -158,49 +158,46 @@ class LayerByLayer(CpuDevice):
 
 async def test_a_movement_ends_with_its_last_layer_and_a_lane_with_its_planes() -> None:
     device = LayerByLayer()
-    with memory_of(device) as (planes, host):
-        mover = Mover(device, planes, host)
-        async with mover.running():
-            movement = mover.load(ids(0), ids(0))
-            early = []
-            for event in device.lanes[0].events:  # lanes are opened in the order of `Direction`
-                await turns(20)
-                early.append(movement.has_ended)
-                event.finish()
-            await finish(movement.done())
-            assert not any(early)
-            await mover.suspend()
-            assert all(lane.is_closed for lane in device.lanes)
-            await mover.reopen(planes)
-            assert not any(lane.is_closed for lane in device.lanes[2:])
-        assert len(device.lanes) == 4
+    async with ground(device) as here:
+        movement = here.mover.load(ids(0), ids(0))
+        early = []
+        for event in device.lanes[0].events:  # lanes are opened in the order of `Direction`
+            await turns(20)
+            early.append(movement.has_ended)
+            event.finish()
+        await finish(movement.done())
+        assert not any(early)
+        await here.mover.suspend()
         assert all(lane.is_closed for lane in device.lanes)
+        await here.mover.reopen(here.planes)
+        assert not any(lane.is_closed for lane in device.lanes[2:])
+    assert len(device.lanes) == 4
+    assert all(lane.is_closed for lane in device.lanes)
 
 
 async def test_of_a_load_it_is_told_when_each_layer_was_there() -> None:
     device = LayerByLayer()
-    with memory_of(device) as (planes, host):
-        mover = Mover(device, planes, host)
-        async with mover.running():
-            assert mover.layer_times.num_loads == 0
-            movement = mover.load(ids(0), ids(0))
-            beside = mover.load(ids(1), ids(1))  # is not looked at: one at a time is
-            loop, earliest = asyncio.get_running_loop(), []
-            began = loop.time()
-            for event in device.lanes[0].events:
-                await asyncio.sleep(0.002)
-                earliest.append(loop.time() - began)
-                event.finish()
-            await finish(movement.done())
-            await finish(beside.done())
-            times = mover.layer_times
-            assert times.num_loads == 1  # and no offload
-            assert times.total_s == times.longest_s
-            assert len(times.total_s) == LAYOUT.num_layers
-            assert all(map(le, earliest, times.total_s))
-            assert list(times.total_s) == sorted(times.total_s)
-            await finish(mover.load(ids(0), ids(0)).done())  # soon after: is not looked at either
-            assert mover.layer_times is times
+    async with ground(device) as here:
+        mover = here.mover
+        assert mover.layer_times.num_loads == 0
+        movement = mover.load(ids(0), ids(0))
+        beside = mover.load(ids(1), ids(1))  # is not looked at: one at a time is
+        loop, earliest = asyncio.get_running_loop(), []
+        began = loop.time()
+        for event in device.lanes[0].events:
+            await asyncio.sleep(0.002)
+            earliest.append(loop.time() - began)
+            event.finish()
+        await finish(movement.done())
+        await finish(beside.done())
+        times = mover.layer_times
+        assert times.num_loads == 1  # and no offload
+        assert times.total_s == times.longest_s
+        assert len(times.total_s) == LAYOUT.num_layers
+        assert all(map(le, earliest, times.total_s))
+        assert list(times.total_s) == sorted(times.total_s)
+        await finish(mover.load(ids(0), ids(0)).done())  # soon after: is not looked at either
+        assert mover.layer_times is times
 
 
 class BadlyMade(Layers):
@@ -214,11 +211,9 @@ async def test_a_lane_whose_close_raises_leaves_no_other_open(*, is_suspended: b
     device = LayerByLayer(BadlyMade)
 
     async def live() -> None:
-        with memory_of(device) as (planes, host):
-            mover = Mover(device, planes, host)
-            async with mover.running():
-                if is_suspended:
-                    await mover.suspend()
+        async with ground(device) as here:
+            if is_suspended:
+                await here.mover.suspend()
 
     with pytest.raises(TransferError, match="cannot be closed"):
         await live()

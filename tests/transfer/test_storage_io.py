@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.faulty import FaultyStore
-from tests.latch import CopyLatch
+from tests.latch import PATIENCE_S, CopyLatch, finish, turns, until
 from tests.layouts import LAYOUTS
 from tests.storage.values import TurnedClock
 from tests.stored import stored_keys
@@ -20,10 +21,12 @@ from tierkv.cache.layout import Layout, layered
 from tierkv.clock import Clock, SystemClock
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import HostSlots
+from tierkv.storage.base import WorkerThreads
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import Capabilities, GetStatus, PutStatus
-from tierkv.transfer.storage_io import StorageIO
+from tierkv.storage.protocol import Capabilities, GetStatus, PutItem, PutStatus
+from tierkv.transfer import storage_io
+from tierkv.transfer.storage_io import StorageIO, made_ahead
 
 NUM_SLOTS = 12
 
@@ -194,3 +197,32 @@ async def test_a_tail_that_is_used_is_still_found_when_its_list_would_have_ended
 async def first_end(here: Ground) -> float:
     values = (await here.store.list("tierkv", limit=10)).values
     return min(value.expires_at or 0.0 for value in values)
+
+
+async def test_of_checksums_made_ahead_a_cancel_waits_for_those_in_hand_and_begins_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storage_io, "makes_ahead", True)
+    may_go, begun, made = threading.Event(), list[int](), list[int]()
+
+    def make() -> None:
+        begun.append(threading.get_ident())
+        assert may_go.wait(PATIENCE_S)
+        made.append(threading.get_ident())
+
+    async def send() -> None:
+        items = [PutItem(f"t:f:{at}:0", (memoryview(b"x"),), complete=make) for at in range(10)]
+        async with made_ahead(threads, items):
+            await asyncio.Event().wait()
+
+    threads = WorkerThreads("test", 2)
+    async with threads.running():
+        sending = asyncio.create_task(send())
+        await until(lambda: len(begun) == 2)
+        sending.cancel()
+        await turns(20)
+        assert not sending.done()
+        may_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await finish(sending)
+    assert len(made) == len(begun) == 2
