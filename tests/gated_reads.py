@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TypeVar
 
 from tests.latch import until
 from tierkv.storage.base import StoreWrapper
 from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus
-
-T = TypeVar("T")
 
 
 class GatedReads(StoreWrapper):

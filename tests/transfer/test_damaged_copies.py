@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetStatus, PutItem, Store
 from tierkv.transfer.storage_io import StorageIO
 
-T = TypeVar("T")
 LAYOUT = LAYOUTS["fp8"]
 
 
