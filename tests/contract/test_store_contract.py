@@ -295,14 +295,11 @@ async def test_a_small_value_longer_than_allowed_is_corrupt(store: Store) -> Non
     assert await store.get("t:ticket:b", max_bytes=100) is None
 
 
-async def test_an_existing_value_is_kept_unless_told_otherwise(store: Store) -> None:
-    assert await put_one(store, "t:f:a:0", b"first") is PutStatus.STORED
+async def test_an_existing_value_is_kept_or_replaced_with_nothing_left_of_it(store: Store) -> None:
+    first = b"a long first value"
+    assert await put_one(store, "t:f:a:0", first, ttl_s=1_000.0) is PutStatus.STORED
     assert await put_one(store, "t:f:a:0", b"other") is PutStatus.EXISTED
-    assert await store.get("t:f:a:0", max_bytes=10) == b"first"
-
-
-async def test_replacing_leaves_nothing_of_the_old_value(store: Store) -> None:
-    await put_one(store, "t:f:a:0", b"a long first value", ttl_s=1_000.0)
+    assert await store.get("t:f:a:0", max_bytes=100) == first
     assert await put_one(store, "t:f:a:0", b"new", keep_existing=False) is PutStatus.STORED
     assert await store.get("t:f:a:0", max_bytes=100) == b"new"
     if not store.capabilities.has_listing:

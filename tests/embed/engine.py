@@ -75,10 +75,11 @@ async def _num_tasks(service: Service) -> int:
     return service.tiers.work.num_tasks
 
 
-def open_engine(
+@contextmanager
+def engine(
     *, store: str | None = None, settings: EmbedSettings | None = None, **cache: Any
-) -> Engine:
-    """Whoever opens it closes it. cache: fields of CacheSettings. store: a URL."""
+) -> Iterator[Engine]:
+    """cache: fields of CacheSettings. store: a URL."""
     latch = CopyLatch()
 
     def build() -> Service:
@@ -90,22 +91,11 @@ def open_engine(
             open_store(store, StoreSettings(), SystemClock()) if store else None,
         )
 
-    embedded = Embedded(build, settings)
-    embedded.open()
-    return Engine(embedded, latch)
-
-
-@contextmanager
-def engine(
-    *, store: str | None = None, settings: EmbedSettings | None = None, **cache: Any
-) -> Iterator[Engine]:
-    """As `open_engine`, and closed at the end."""
-    here = open_engine(store=store, settings=settings, **cache)
-    try:
-        yield here
-    finally:
-        here.latch.release()
-        here.cache.close()
+    with Embedded(build, settings) as embedded:
+        try:
+            yield Engine(embedded, latch)
+        finally:
+            latch.release()
 
 
 @contextmanager

@@ -261,7 +261,10 @@ def test_an_engine_with_other_blocks_or_another_key_is_told_why_it_is_refused(
     tmp_path: Path,
 ) -> None:
     auth = tmp_path / "auth.toml"
-    tokens = {name: token_for(auth, name) for name in ("admin", "write")}
+    tokens = {}
+    for role in ("admin", "write"):
+        new = ("token", "new", "--name", role, "--role", role, "--file", auth)
+        tokens[role] = output_of("tierkv", *new).strip()
     with node(tmp_path / "node", TIERKV_AUTH__FILE=str(auth)) as at:
         for key, why in (
             ("", "needs a token"),
@@ -278,11 +281,6 @@ def test_an_engine_with_other_blocks_or_another_key_is_told_why_it_is_refused(
                 pass
             on.save("a", TOKENS, HERE)
         assert not any(token in at.log for token in tokens.values())
-
-
-def token_for(auth: Path, role: str) -> str:
-    command = ("token", "new", "--name", role, "--role", role, "--file", auth)
-    return output_of("tierkv", *command).strip()
 
 
 def test_a_node_that_deletes_everything_forgets_all_groups_and_saves_that_are_under_way(

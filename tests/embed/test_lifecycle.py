@@ -19,7 +19,6 @@ from tests.embed.engine import (
     done,
     engine,
     engine_that_loads,
-    open_engine,
     until,
 )
 from tests.latch import PATIENCE_S
@@ -54,19 +53,19 @@ async def _explode_in_a_task(service: Service) -> None:
 def test_an_error_in_the_loop_reaches_every_pending_and_every_later_call(
     work: Callable[[Service], Awaitable[None]],
 ) -> None:
-    here = open_engine(device_blocks=8)
-    here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
-    waiting = [here.cache.admit(f"w{i}", PROMPT, max_new_tokens=0) for i in range(5)]
-    here.cache.run("explode", work)
-    for call in waiting:
-        assert isinstance(done(call).error, ServiceFailedError)
-    until(lambda: here.cache.lookup(PROMPT).answer is Answer.REFUSED)
-    assert isinstance(here.cache.lookup(PROMPT).error, ServiceFailedError)
-    assert not here.cache.is_open
-    with pytest.raises(ServiceFailedError, match="nobody expected this") as failed:
-        here.cache.close()
-    assert isinstance(failed.value.__cause__, RuntimeError)
-    here.cache.close()  # who closes again has been told
+    with engine(device_blocks=8) as here:
+        here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
+        waiting = [here.cache.admit(f"w{i}", PROMPT, max_new_tokens=0) for i in range(5)]
+        here.cache.run("explode", work)
+        for call in waiting:
+            assert isinstance(done(call).error, ServiceFailedError)
+        until(lambda: here.cache.lookup(PROMPT).answer is Answer.REFUSED)
+        assert isinstance(here.cache.lookup(PROMPT).error, ServiceFailedError)
+        assert not here.cache.is_open
+        with pytest.raises(ServiceFailedError, match="nobody expected this") as failed:
+            here.cache.close()
+        assert isinstance(failed.value.__cause__, RuntimeError)
+        here.cache.close()  # who closes again has been told
 
 
 def test_what_keeps_a_service_from_opening_is_raised_by_open() -> None:
