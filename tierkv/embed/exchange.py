@@ -115,19 +115,15 @@ class Call(Generic[T]):
             TierKVError: the call was refused.
         """
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-
-        def resolve() -> None:
-            if not done.done():
-                done.set_result(None)
+        done = asyncio.Event()
 
         def wake() -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(resolve)
+                loop.call_soon_threadsafe(done.set)
 
         self.when_done(wake)
         self._exchange.flush()
-        await done
+        await done.wait()
         return self.result()
 
     def when_done(self, wake: Callable[[], None]) -> None:

@@ -465,33 +465,23 @@ class EngineListener:
     async def first(self) -> EngineHello:
         """Wait until the first engine connects, and return the first record that it sends.
 
-        The engine gets its answer later, in `serving`, when the node has a host tier for its
+        The engine gets its answer later, in `serve`, when the node has a host tier for its
         blocks.
         """
         while self._first is None:
             self._first = await self._hello()
         return self._first[1]
 
-    @asynccontextmanager
-    async def serving(
-        self, side: HostSide, sizes: HostSizes, settings: EngineCacheSettings
-    ) -> AsyncIterator[None]:
-        """Inside the `async with` block, accept engines and carry out their calls on the host tier.
+    async def serve(self, side: HostSide, sizes: HostSizes) -> None:
+        """Accept engines and carry out their calls on the host tier, until this is cancelled.
 
         Engines with a fingerprint other than that of `sizes` are refused.
 
         Args:
             side: the host tier that the engines use.
             sizes: fingerprint, cache groups and numbers of slots of the tier.
-            settings: limits; the slots reserved for saves are divided among the engines.
         """
-        self._sizes, self._settings = sizes, settings
-        async with task_group() as group:
-            accepting = group.create_task(self._accept(side), name="tierkv-engines")
-            yield
-            accepting.cancel()
-
-    async def _accept(self, side: HostSide) -> None:
+        self._sizes = sizes
         async with task_group() as group:
             come, self._first = self._first, None
             while True:
@@ -578,7 +568,7 @@ class EngineListener:
 
     def _share(self) -> list[int]:
         """Return, by cache group, how many slots one engine may have reserved for saves now."""
-        return self._sizes.max_reserved(self._settings, self._num_here)
+        return self._sizes.max_reserved(EngineCacheSettings(), self._num_here)
 
     def _welcome(
         self,
@@ -814,10 +804,12 @@ class ExternalEngines:
 
         `service` has the host tier and the store that the engines use.
         """
-        settings = EngineCacheSettings()
-        self._side = HostSide(service, self.sizes, settings)
-        async with self._listener.serving(self._side, self.sizes, settings):
+        self._side = HostSide(service, self.sizes, EngineCacheSettings())
+        async with task_group() as group:
+            serving = self._listener.serve(self._side, self.sizes)
+            task = group.create_task(serving, name="tierkv-engines")
             yield
+            task.cancel()
         await self._side.release_all()
 
     async def verify(self) -> list[str]:
