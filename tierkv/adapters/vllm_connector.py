@@ -1389,8 +1389,7 @@ class _SchedulerSide:
         """End a request, and return a pair.
 
         The first element is True if vLLM must not reuse the request's blocks yet. The second has
-        the
-        `kv_transfer_params` for the client, or is None.
+        the `kv_transfer_params` for the client, or is None.
         """
         name = request.request_id
         tracked = self._tracked.pop(name, None)
