@@ -113,6 +113,7 @@ def starting(
     directory for the ranks' socket. ends: with this status, and leaves nothing if it is 0."""
     environment = vllm_environment() | {
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "30",  # a killed one leaves its shared memory
         "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",
     }
