@@ -161,6 +161,17 @@ async def test_of_a_tier_that_is_not_known_one_request_at_a_time_finds_out() -> 
 
 
 @simulated
+async def test_a_trial_fetch_whose_rest_comes_sooner_than_computing_may_end() -> None:
+    budget = Budget(60.0, estimator=estimator(1.0))
+    budget.restrict(1000)
+    async with budget.limit():
+        await asyncio.sleep(0.1)
+        budget.arrived(rest_s=0.5)
+        await asyncio.sleep(0.4)
+    assert await wait_ends_after(budget) == pytest.approx(0.1)
+
+
+@simulated
 async def test_a_claim_that_may_recompute_gives_up_silence_and_one_that_may_not_does_not() -> None:
     claim = Budget(60.0, estimator=estimator(30.0), is_claim=True)
     claim.restrict(1000)
