@@ -187,11 +187,12 @@ class TicketRoutes(Routes):
         return self._ticket_name(request, in_path(request, "id"))
 
     async def _state(self, request: web.BaseRequest) -> TicketAnswer:
-        handoff, name = self._node.service.handoff, self._ticket_in_path(request)
+        handoff = self._node.service.handoff
         if handoff is None:
             raise StoreUnavailableError(
                 "this node has no storage tier and therefore no tickets: set storage.url"
             )
+        name = self._ticket_in_path(request)
         found = await self._node.service.ticket_state(name)
         if found.state is Standing.NOT_YET:
             raise UnknownIdError(f"there is no ticket {in_path(request, 'id')!r}")

@@ -7,7 +7,8 @@ import functools
 import ssl
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -25,13 +26,19 @@ _OPEN_S = _CLOSE_S = 30.0  # enough, since only sockets are opened or closed
 _AHEAD = 16  # items read ahead of the caller
 
 
-class _EndError(Exception):
-    """The end of a stream without an error."""
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message from the task that reads a stream to the thread that iterates over it.
 
+    Attributes:
+        item: The next tokens; None for the first message (the stream is open) and the last one.
+        is_end: True at the end of the stream.
+        error: The error that ended the stream; None for no error.
+    """
 
-# From the task that reads a stream to the thread that iterates over it: None once the stream is
-# open, the next tokens, and the error that ended the stream.
-_Message = TokensEvent | Exception | None
+    item: TokensEvent | None = None
+    is_end: bool = False
+    error: Exception | None = None
 
 
 class SyncStream(Generic[A]):
@@ -53,7 +60,7 @@ class SyncStream(Generic[A]):
         self._client = client
         self._opening = opening
         self._stream: TokenStream[A] | None = None
-        self._over: Exception | None = None  # the last message of the stream
+        self._over: _Message | None = None  # the last message of the stream
 
     @property
     def answer(self) -> A:
@@ -84,32 +91,32 @@ class SyncStream(Generic[A]):
         trace: TracebackType | None,
     ) -> None:
         self._task.cancel()
-        self._over = self._over or BrokenOffError("this stream is closed")
+        left = BrokenOffError("this stream is closed")
+        self._over = self._over or _Message(error=left)
 
     def __iter__(self) -> Iterator[TokensEvent]:
         """Yield the tokens as they arrive, and raise the stream's error if it fails."""
-        with suppress(_EndError):
-            while True:
-                tokens = self._next()
-                assert tokens is not None, "only the first message is None"
-                yield tokens
+        while not (message := self._next()).is_end:
+            assert message.item is not None, "only the first message has no item"
+            yield message.item
 
-    def _next(self) -> TokensEvent | None:
+    def _next(self) -> _Message:
         message = self._over or self._client.wait_for(self._messages.get())
-        if isinstance(message, Exception):
+        if message.is_end or message.error is not None:
             self._over = message
-            raise message
+        if message.error is not None:
+            raise message.error
         return message
 
     async def _read(self) -> None:
         try:
             async with self._opening as self._stream:
-                await self._messages.put(None)
-                async for tokens in self._stream:
-                    await self._messages.put(tokens)
-                await self._messages.put(_EndError())
+                await self._messages.put(_Message())
+                async for item in self._stream:
+                    await self._messages.put(_Message(item))
+                await self._messages.put(_Message(is_end=True))
         except Exception as error:  # noqa: BLE001 - it is raised in the thread that reads
-            await self._messages.put(error)
+            await self._messages.put(_Message(error=error))
 
 
 def _waiting(
