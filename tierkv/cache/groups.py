@@ -141,10 +141,9 @@ class CacheGroup:
             # From the last block to the first, except for full attention, which needs every block.
             is_full = self.kind is GroupKind.FULL
             for at in needed if is_full else reversed(needed):
-                wanted = min(length - at * size, size)
-                is_there = valid[at] >= wanted if self.has_prefixes else valid[at] == wanted
-                if not is_there:
-                    length = at * size + (valid[at] if valid[at] < wanted else 0)
+                have, wanted = valid[at], min(length - at * size, size)
+                if have < wanted if self.has_prefixes else have != wanted:
+                    length = at * size + (have if have < wanted else 0)
                     break
             else:
                 return length
