@@ -170,8 +170,8 @@ class Portions:
         num_hits = next(
             (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)
         )
-        if num_hits:
-            with budget.stopped():
+        with budget.stopped():
+            if num_hits:
                 request.check_wanted()
                 target = request.block_table[at : at + num_hits]
                 mover = self._scheduler.tiers.mover

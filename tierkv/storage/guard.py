@@ -149,6 +149,7 @@ class GuardedStore(StoreWrapper):
         self._probe_name = ""
         self._missing = NegativeCache(settings.negative_ttl_s, clock)
         self._tokens = _MAX_TOKENS if settings.retries_per_operation else 0.0  # for retries
+        self._random = random.Random()
         self._tasks: asyncio.TaskGroup | None = None
         self._recovery_callbacks: MutableSequence[Callable[[], None]] = []
         self._num_retries = self._num_refused = 0
@@ -456,7 +457,7 @@ class GuardedStore(StoreWrapper):
         return True
 
     async def _pause(self) -> None:
-        await asyncio.sleep(random.uniform(0, _MAX_JITTER_S))
+        await asyncio.sleep(self._random.uniform(0, _MAX_JITTER_S))
 
     # The breaker
 

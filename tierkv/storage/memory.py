@@ -174,8 +174,11 @@ class MemoryStore(BaseStore):
             raise StoreUnavailableError(f"{self.url} is closed")
 
     def _live(self, name: str) -> _Value | None:
+        return self._live_at(name, self._clock.wall())
+
+    def _live_at(self, name: str, now: float) -> _Value | None:
         value = self._values.get(name)
-        if value is None or value.expires_at is None or value.expires_at > self._clock.wall():
+        if value is None or value.expires_at is None or value.expires_at > now:
             return value
         self._forget(name)
         return None
@@ -198,11 +201,12 @@ class MemoryStore(BaseStore):
     def _put_one(self, item: PutItem) -> PutOutcome:
         if not self._is_open:
             return PutOutcome(PutStatus.FAILED, f"{self.url} is closed")
-        existing = self._live(item.name)
+        now = self._clock.wall()
+        existing = self._live_at(item.name, now)
         if existing is not None and item.leaves_existing:
             return PutOutcome(PutStatus.EXISTED)
         freed = 0 if existing is None else len(existing.content)
-        if not self._has_room(item.num_bytes - freed):
+        if not self._has_room(item.num_bytes - freed, now):
             return PutOutcome(
                 PutStatus.FULL,
                 f"{self.url} holds {self._num_bytes} of {self._settings.capacity_bytes} bytes",
@@ -215,13 +219,13 @@ class MemoryStore(BaseStore):
         self._num_bytes += item.num_bytes
         return PutOutcome(PutStatus.STORED)
 
-    def _has_room(self, num_bytes: int) -> bool:
+    def _has_room(self, num_bytes: int, now: float) -> bool:
         capacity = self._settings.capacity_bytes
         if capacity is None or self._num_bytes + num_bytes <= capacity:
             return True
-        if self._clock.wall() >= self._none_expires_before:
+        if now >= self._none_expires_before:
             for name in list(self._values):
-                self._live(name)
+                self._live_at(name, now)
             ends = (value.expires_at for value in self._values.values())
             self._none_expires_before = min(
                 (end for end in ends if end is not None), default=math.inf

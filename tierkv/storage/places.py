@@ -424,11 +424,14 @@ class Places:
             name = one if isinstance(one, str) else one.name
             groups.setdefault(self._place_of(name), []).append(index)
 
+        async def of_store(store: Store, at: Sequence[int]) -> T | TierKVError:
+            return await expected(ask(store, [asked[i] for i in at]))
+
         with ExitStack() as stack:
             stores = [stack.enter_context(place) for place in groups]
             async with task_group() as group:
                 tasks = [
-                    group.create_task(expected(ask(store, [asked[i] for i in at])))
+                    group.create_task(of_store(store, at))
                     for store, at in zip(stores, groups.values(), strict=True)
                 ]
         answers = []

@@ -377,7 +377,7 @@ class ConnectionPool:
             is_again = is_for_any and (serves or has_retries)
             (again if is_again else lost).append(request)
         for request in lost:
-            request.settle(Unanswered(reason, is_over=failure.is_over))
+            request.settle(Unanswered(reason, is_cut=failure.is_cut))
         if lost and not again and not lost[0].is_login:
             self._fail_waiting(reason)
         self._put_back(again)

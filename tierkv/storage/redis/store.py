@@ -397,7 +397,7 @@ def _router(url: RedisUrl, access: RedisAccess, clock: Clock) -> Router:
 
 
 def _is_cut(reply: Reply | Unanswered) -> bool:
-    return isinstance(reply, Unanswered) and reply.is_over
+    return isinstance(reply, Unanswered) and reply.is_cut
 
 
 def _parse_cursor(cursor: str | None) -> list[int]:

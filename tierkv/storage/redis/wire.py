@@ -283,13 +283,16 @@ class Unanswered:
 
     Attributes:
         reason: the end of an error sentence that begins with the server's URL.
-        is_over: True if the server closed or refused the connection, so that the request can be
-            sent again over another one.
+        is_over: True if the connection is closed for a reason of the server's, so that the request
+            can be sent again over another one.
+        is_cut: True if the server closed or refused the connection, which it may have done because
+            of a request.
         is_new: True if the server had answered nothing on the connection.
     """
 
     reason: str
     is_over: bool = False
+    is_cut: bool = False
     is_new: bool = False
 
 
@@ -714,7 +717,7 @@ class Wire:
         first = replies[0]
         if not self.has_answered and isinstance(first, Refused) and first.turns_away:
             why = f"refuses connections ({first.message:.80})"
-            self.close(Unanswered(why, is_over=True, is_new=True))
+            self.close(Unanswered(why, is_over=True, is_cut=True, is_new=True))
             return []
         self.has_answered = True
         waiting = self._in_flight[0]
@@ -729,7 +732,7 @@ class Wire:
         last = replies[wanted - 1]
         if isinstance(last, Refused) and last.code == "READONLY":
             # The server is no longer the master: the next connection asks for the master's address.
-            self._lose("became a replica")
+            self._lose("became a replica", is_cut=False)
         return replies[wanted:]
 
     def _send_on(self) -> None:
@@ -797,7 +800,7 @@ class Wire:
             return
         self.close(Unanswered(f"did not answer within {oldest.allowed_s * 1000:.0f} ms"))
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, is_cut: bool = True) -> None:
         """Close the failed connection, whose requests may be sent again on another connection.
 
         The exceptions are a request whose second attempt could have another result, and a read
@@ -810,4 +813,4 @@ class Wire:
             if has_begun or waiting.request.is_once:
                 waiting.request.may_retry = False
         is_new = not (self.has_answered or self._was_heard)
-        self.close(Unanswered(reason, is_over=True, is_new=is_new))
+        self.close(Unanswered(reason, is_over=True, is_cut=is_cut, is_new=is_new))
