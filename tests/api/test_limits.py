@@ -8,6 +8,7 @@ import gzip
 import http.client
 import json
 import logging
+import ssl
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -372,3 +373,19 @@ async def room(on: Here) -> None:
                     writer.write_eof()
                     await until_closed(reader)
                     return
+
+
+async def test_tls_counts_connections_too(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    tls = TlsSection(cert=str(authority.issue("node")))
+    section = NodeSection(port=0, max_connections=1)
+    context: ssl.SSLContext = authority.trusted_by()
+    async with guarded(None, tls=tls, section=section) as on:
+        port = int(on.url.rsplit(":", 1)[1])
+        _, first = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        first.write(LIVE)
+        await first.drain()
+        reader, second = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        assert await until_closed(reader) == b""
+        second.close()
+        first.close()

@@ -11,6 +11,7 @@ from tests.e2e.exact import text, truth
 from tests.latch import turns, until
 from tierkv.api.settings import Role
 from tierkv.engine import Sampling
+from tierkv.pd.tickets import Standing
 from tierkv.refmodel.model import decode as decode_text
 from tierkv.storage.memory import MemoryStore
 
@@ -158,6 +159,21 @@ async def test_a_seed_does_not_matter_where_the_best_token_is_taken(on: Here) ->
     await on.client.post("/v1/prefill", body)
     greedy = body | {"seed": 9, "temperature": 0.7, "top_k": 1}
     assert (await on.client.post("/v1/decode", greedy)).status == 200
+
+
+async def test_a_ticket_id_that_another_prompt_waits_under_is_a_conflict(on: Here) -> None:
+    body = {"prompt": "hello", "ticket_id": "t"}
+    assert (await on.client.post("/v1/prefill", body)).status == 200
+    other = body | {"prompt": "something else"}
+    refused = await on.client.post("/v1/prefill", other)
+    assert (refused.status, refused.code) == (409, "duplicate_request")
+    assert "another prompt of 5 tokens" in refused.body["detail"]
+    assert (await on.client.post("/v1/prefill", body)).status == 200  # the same once more
+    assert (await on.client.post("/v1/decode", body)).status == 200
+    state_of = on.node.service.require_handoff().ledger.state_of
+    await until(lambda: state_of("t") is Standing.ACKNOWLEDGED, "an acknowledgement")
+    assert (await on.client.post("/v1/prefill", other)).status == 200  # nobody waits any more
+    assert (await on.client.post("/v1/decode", other)).status == 200
 
 
 # Ids

@@ -644,6 +644,25 @@ def test_fences_tell_the_groups_apart() -> None:
         assert on.cache.fence([1, 8]) == ()
 
 
+def test_a_reset_forgets_every_group_and_events_name_it_and_what_the_engine_calls_its_blocks() -> (
+    None
+):
+    tokens = tokens_of(16)
+    with hybrid([FULL, STATE]) as on:
+        names = [[f"full {at}" for at in range(4)], [None, 77]]
+        on.save(tokens, external_ids=names)
+        events = on.cache.read_events()
+        told = {(one.group, one.start): one.external_ids for one in events}
+        assert told[0, 0] == ("full 0", "full 1", "full 2", "full 3")
+        assert told[1, 1] == (77,)
+        assert told[1, 0] == ()
+        assert on.cache.reset().wait(PATIENCE_S) == 0
+        gone = {(one.group, one.kind.value): one.external_ids for one in on.cache.read_events()}
+        assert gone[0, "evicted"] == ("full 0", "full 1", "full 2", "full 3")
+        assert gone[1, "evicted"] in ((), (77,))
+        on.check("a", tokens, 0)
+
+
 # Against a model that remembers all
 
 

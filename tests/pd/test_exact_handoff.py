@@ -150,6 +150,21 @@ async def test_a_tickets_id_may_be_any_text(server: RedisServer, tmp_path: Path,
             await hand_over(nodes, 17 + at, GREEDY, ticket)
 
 
+async def test_two_claims_of_one_ticket_at_once_both_have_every_token(server: RedisServer) -> None:
+    async with pair(server.url) as (prefill, decode), pair(server.url) as (third, _):
+        prompt = text(100, seed=100)
+        async with asyncio.TaskGroup() as group:
+            claims = [
+                group.create_task(
+                    node.engine.decode(node.job(prompt, NEW, SEEDED), "one", deadline_s=60)
+                )
+                for node in (decode, decode, third)
+            ]
+            group.create_task(prefill.engine.prefill(prefill.job(prompt, 1, SEEDED), "one"))
+        for claim in claims:
+            assert claim.result()[0].tokens == right(100, 100, SEEDED)
+
+
 @pytest.mark.parametrize("policy", [ClaimPolicy.WHOLE, ClaimPolicy.RECOMPUTE])
 async def test_a_ticket_sampled_in_another_way_stays_for_who_may_claim_it(
     server: RedisServer, policy: ClaimPolicy
