@@ -147,6 +147,9 @@ def test_a_ticket_is_not_waited_for_in_a_store_that_is_gone(how: str) -> None:
         assert time.monotonic() - began < 20.0  # 1.3 on a machine that does nothing else
         assert found.num_tokens == 0
         assert found.problem is not None
+        handoff = on.cache.stats().wait(PATIENCE_S).handoff
+        assert handoff is not None
+        assert handoff.claims_without_ticket >= 1
         on.cache.release("a")
         if how == "hangs":
             redis.resume()
