@@ -93,11 +93,11 @@ async def test_one_that_is_aborted_or_cancelled_between_two_portions_leaves_noth
             node.service.reset()
         assert num_cancelled > 5
 
-        admitting = await between_portions(node, name="one")
+        aborted = await between_portions(node, name="one")
         assert node.service.abort("one")
         node.the_store.release()
         with pytest.raises(RequestAbortedError):
-            await finish(admitting)
+            await finish(aborted)
         await node.settle()
         node.service.reset()
         assert await use(node, LONG, await node.admit(LONG)) == 396
