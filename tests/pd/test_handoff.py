@@ -374,6 +374,8 @@ def test_a_ticket_that_cannot_be_is_damaged_though_its_checksum_fits(
     change: dict[str, object],
 ) -> None:
     assert Ticket.decode(codec.seal(b"TKVT", 1, RECORD)).num_tokens == 9
+    with pytest.raises(StoreCorruptError, match="version 2, not 1: run the same version"):
+        Ticket.decode(codec.seal(b"TKVT", 2, RECORD))
     with pytest.raises(StoreCorruptError):
         Ticket.decode(codec.seal(b"TKVT", 1, RECORD | change))
 

@@ -206,7 +206,10 @@ async def test_two_who_find_one_copy_rotten_cost_that_copy() -> None:
         for _ in range(2):
             assert await store.forget_damaged([NAME, NAME]) == [True, True]
         assert [await part.exists([NAME]) for part in (first, second)] == [0, 1]
+        assert await get_one(store, NAME, 6) == (GetStatus.HIT, b"whole!")  # without a near copy
+        before = first.num_operations
         assert await get_one(store, NAME, 6) == (GetStatus.HIT, b"whole!")
+        await until(lambda: first.num_operations == before + 2, "a read and a copy in the near one")
 
 
 class Gated(MemoryStore):
