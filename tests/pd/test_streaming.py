@@ -70,6 +70,9 @@ async def prefilling(node: World, prompt: list[int], ticket: str = "t") -> Async
     here = Prefill(node, request, stream, prompt, asyncio.create_task(stream.run()))
     try:
         yield here
+    except BaseException:  # a failed test would wait here for the rest of its stream
+        here.task.cancel()
+        raise
     finally:
         await asyncio.wait([here.task])
         node.service.scheduler.end(request)
