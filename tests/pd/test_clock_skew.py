@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.clocks import ShiftedClock
-from tests.latch import until
+from tests.latch import turns, until
 from tests.pd.nodes import TOKENS, claim, publish, settings
 from tests.pd.test_streaming import claim as claim_early
 from tests.pd.test_streaming import prefilling
@@ -81,7 +81,9 @@ async def test_a_stream_and_its_lease_are_alive_whatever_the_claimers_clock_says
         await here.compute(20)
         await here.stored(5)
         tickets = decode.service.require_handoff().tickets
-        assert (await status_of(tickets, "t")).state is Standing.OPEN
+        while (found := await status_of(tickets, "t")).state is Standing.NOT_YET:
+            await turns(3)  # the open ticket is written beside the blocks, so maybe after them
+        assert found.state is Standing.OPEN
         await here.rest()
         await decode.ended(await claim_early(decode, TOKENS))
 

@@ -310,6 +310,21 @@ async def test_claims_that_wait_hold_no_blocks_that_others_need() -> None:
         await whole(decode, claiming, prompt)
 
 
+async def test_a_claim_that_waits_for_its_ticket_keeps_no_keys_of_its_prompt() -> None:
+    """They are as large as the prompt, and many claims may wait."""
+    async with pair() as (_, decode):
+        prompt = decode.prompt(tokens(42))
+        decode.the_store.hold()
+        claiming = asyncio.create_task(
+            claim_request(decode.service, "claim", "t", prompt, max_new_tokens=1)
+        )
+        await until(lambda: prompt.keys is not None, "its keys")
+        decode.the_store.release()
+        await until(lambda: prompt.keys is None, "keys that are forgotten")
+        claiming.cancel()
+        await asyncio.wait([claiming])
+
+
 async def test_a_claim_may_come_before_an_id_that_is_over_is_begun_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tests.faulty import FaultyStore
+from tests.sessions import claim_request
 from tests.simulated import LoopClock, simulated, simulated_world
 from tests.world import World, tokens
 from tierkv.cache.eviction import WritePolicy
+from tierkv.pd.claims import ClaimPolicy
 from tierkv.sched.budget import Budget
 from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.worth import SILENT_S, SLACK_S, SLACK_SHARE, Estimator, FetchPolicy
@@ -80,6 +82,28 @@ async def test_a_fetch_that_came_too_late_teaches_how_slow_the_tier_is() -> None
         took_s = estimator.tier.transfer_s(NUM_TOKENS * estimator.bytes_per_token)
         assert request.cached_tokens < NUM_TOKENS - 1
         assert took_s > 0.2
+
+
+@simulated
+async def test_a_claim_whose_ticket_is_not_found_in_time_teaches_how_slow_the_tier_is() -> None:
+    async with fetching() as here:
+        here.service.note_prefill(1000, 1.0)
+        here.the_store.hold()
+        waits = []
+        for name in ("first", "trial", "third"):
+            began = asyncio.get_running_loop().time()
+            request, _ = await claim_request(
+                here.service,
+                name,
+                "ticket",
+                here.prompt(tokens(1000)),
+                max_new_tokens=0,
+                policy=ClaimPolicy.RECOMPUTE,
+            )
+            waits.append(asyncio.get_running_loop().time() - began)
+            here.service.scheduler.end(request)
+        assert waits == [pytest.approx(1.25, abs=0.1), pytest.approx(0.13, abs=0.1), 0.0]
+        here.the_store.release()
 
 
 # The budget by itself

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,13 +13,16 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled
 from tests.sessions import resume_request
+from tests.simulated import LoopClock, SimulatedLoop, simulated, simulated_world
 from tests.world import GQA, World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.errors import RequestAbortedError
 from tierkv.gpu.protocol import Direction
+from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.request import Request
 from tierkv.sched.worth import FetchPolicy
-from tierkv.storage.memory import MemoryStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import GetItem, GetOutcome
 
 LONG = tokens(400)
 
@@ -160,6 +163,37 @@ async def test_a_copy_into_a_requests_blocks_is_not_left_alone_when_time_is_over
             assert not admitting.done()
         node.latch.release(Direction.LOAD)
         await use(node, LONG, await finish(admitting))
+
+
+@simulated
+async def test_a_portion_that_comes_when_time_is_over_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its engine is just being told to compute into the same blocks."""
+    values = MemoryStore(MemorySettings(), LoopClock())
+    room = {"device_blocks": 110, "storage_write": THROUGH}
+    rules: dict[str, Any] = {"fetch_policy": FetchPolicy.DEADLINE, "fetch_deadline_s": 1.0}
+    async with (
+        simulated_world(None, values, host_blocks=110, **room) as other,
+        simulated_world(None, values, host_blocks=2, **room, **rules) as node,
+    ):
+        await other.run(LONG)
+        num_answers, get_into = 0, node.the_store.get_into
+
+        async def stand_still(items: Sequence[GetItem]) -> list[GetOutcome]:
+            nonlocal num_answers
+            outcomes = await get_into(items)
+            num_answers += 1
+            if num_answers == 3:
+                loop = asyncio.get_running_loop()
+                assert isinstance(loop, SimulatedLoop)
+                loop.now += 10.0
+            return outcomes
+
+        monkeypatch.setattr(node.the_store, "get_into", stand_still)
+        request = await node.admit(LONG)
+        assert request.cached_tokens == (2 + GROUP_BLOCKS) * GQA.block_size
+        await use(node, LONG, request)
 
 
 async def test_what_came_in_portions_is_not_taken_for_fast_computing() -> None:

@@ -166,6 +166,25 @@ def test_a_pin_that_replaces_another_lets_those_in_for_whom_there_is_room_now() 
     play(scene, device_blocks=8)
 
 
+def test_the_end_of_a_fetch_that_nobody_waits_for_lets_those_in_for_whom_there_is_room() -> None:
+    async def scene(here: World) -> None:
+        await whole(here, tokens(16), "stored")
+        here.service.reset()
+        await whole(here, tokens(8), "half of it is on the device")
+        here.service.note_prefill(1000, 0.1)
+        here.the_store.hold()
+        stored = await here.computed(tokens(4, 9000), uses_cache=False)
+        here.service.scheduler.end(stored)  # its write takes for ever
+        await asyncio.sleep(5.0)
+        here.service.scheduler.end(await here.admit(tokens(16)))  # its fetch goes on until 10 s
+        began = asyncio.get_running_loop().time()
+        here.service.scheduler.end(await here.admit(tokens(28, 5000), uses_cache=False))
+        assert asyncio.get_running_loop().time() - began == pytest.approx(10.0, abs=0.5)
+        here.the_store.release()
+
+    play(scene, device_blocks=8, storage_write=THROUGH, fetch_deadline_s=10.0)
+
+
 def test_a_sleep_does_not_wait_for_what_others_ask_of_a_store() -> None:
     async def scene(here: World) -> None:
         here.the_store.delay_s = 0.05
