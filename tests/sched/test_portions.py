@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,8 @@ from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.request import Request
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetItem, GetOutcome
+from tierkv.storage.protocol import GetOutcome
+from tierkv.transfer.storage_io import StorageIO
 
 LONG = tokens(400)
 
@@ -178,19 +179,19 @@ async def test_a_portion_that_comes_when_time_is_over_is_not_loaded(
         simulated_world(None, values, host_blocks=2, **room, **rules) as node,
     ):
         await other.run(LONG)
-        num_answers, get_into = 0, node.the_store.get_into
+        num_fetched, fetch = 0, StorageIO.fetch
 
-        async def stand_still(items: Sequence[GetItem]) -> list[GetOutcome]:
-            nonlocal num_answers
-            outcomes = await get_into(items)
-            num_answers += 1
-            if num_answers == 3:
+        async def stand_still(self: StorageIO, *blocks: Any) -> list[GetOutcome]:
+            nonlocal num_fetched
+            outcomes = await fetch(self, *blocks)
+            num_fetched += 1
+            if num_fetched == 3:
                 loop = asyncio.get_running_loop()
                 assert isinstance(loop, SimulatedLoop)
                 loop.now += 10.0
             return outcomes
 
-        monkeypatch.setattr(node.the_store, "get_into", stand_still)
+        monkeypatch.setattr(StorageIO, "fetch", stand_still)
         request = await node.admit(LONG)
         assert request.cached_tokens == (2 + GROUP_BLOCKS) * GQA.block_size
         await use(node, LONG, request)
