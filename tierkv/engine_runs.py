@@ -315,10 +315,13 @@ class SessionEngine(ABC):
     async def forward(self, run: ModelRun, chunk: Tokens1D) -> int | None:
         """Compute `chunk`, the next tokens of `run`, and write their KV into the request's blocks.
 
-        The method also waits for cached tokens that are being loaded, layer by layer or all at
-        once. The fields `is_loaded` and `call_s` of `run` are set, and `chosen_logprobs` if the job
-        asks for log probabilities. A cancel is raised only after the model no longer uses the
-        blocks.
+        The method also waits for cached tokens that are being loaded: layer by layer at
+        `run.session.request.gate`, or all at once with `run.session.loaded`. The model runs inside
+        `device.computing()` of the service. The time of prompt tokens is reported with
+        `note_prefill` of the service, and no token of `run.excluded_tokens` is chosen.
+
+        The fields `is_loaded` and `call_s` of `run` are set, and `chosen_logprobs` if the job asks
+        for log probabilities. A cancel is raised only after the model no longer uses the blocks.
 
         Args:
             run: the request. Its first `run.num_fed` tokens are cached or computed.

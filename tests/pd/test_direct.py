@@ -233,6 +233,19 @@ async def test_blocks_that_are_gone_from_the_host_are_not_told() -> None:
         assert decode.storage_stats.fetched_blocks == BLOCKS + 1
 
 
+async def test_blocks_that_storage_had_before_are_on_the_host_for_claimers_too() -> None:
+    async with pair() as (prefill, _):
+        prefill.service.reset()
+        request = await prefill.admit(TOKENS, uses_cache=False)
+        await prefill.prefill(request, TOKENS)
+        published = await finish(publish_request(prefill.service, request, "again", [1]))
+        assert published.flushed_bytes == 0
+        address = await address_of(prefill, "again")
+        async with connected(address) as channel:
+            assert (await ask(channel, address)).blocks == tuple(range(BLOCKS))
+        await prefill.ended(request)
+
+
 async def test_a_question_for_what_does_not_exist_is_answered_with_nothing() -> None:
     async with pair() as (prefill, _):
         address = await address_of(prefill)

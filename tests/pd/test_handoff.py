@@ -24,7 +24,7 @@ from tierkv.gpu.cpu import CpuEvent
 from tierkv.gpu.protocol import Direction
 from tierkv.pd import claims
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.handoff import NUM_GROUPS, Staging
+from tierkv.pd.handoff import NUM_GROUPS, Staging, groups_of
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import OpenTicket, Ticket
 from tierkv.sched.copies import GROUP_BLOCKS
@@ -177,6 +177,26 @@ async def test_a_block_that_the_store_refuses_is_offered_once_and_there_is_no_ti
             await finish(publish_request(here.service, request, "t", [1]))
         assert num_refused == 1
         assert not await store.exists([Names("tierkv", "").ticket("t")])
+
+
+async def test_a_store_that_refuses_blocks_is_not_offered_all_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt, num_offered = tokens(240), 0
+
+    async def put(items: Sequence[PutItem]) -> list[PutOutcome]:
+        nonlocal num_offered
+        num_offered += len(items)
+        return [PutOutcome(PutStatus.FULL, "full")] * len(items)
+
+    async with pair() as (prefill, _):
+        request = await computed(prefill, prompt)
+        monkeypatch.setattr(prefill.the_store, "put", put)
+        with pytest.raises(HandoffError, match="did not accept"):
+            await finish(publish_request(prefill.service, request, "t", [1]))
+        sizes = [len(group) for group in groups_of(0, 60)]
+        assert num_offered <= sum(sizes[:NUM_GROUPS]) < 60
+        await prefill.ended(request)
 
 
 async def test_a_publish_has_a_deadline() -> None:  # fault 12

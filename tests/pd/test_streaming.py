@@ -4,7 +4,8 @@ in which that can end is told apart."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from tests.storage.values import TurnedClock
 from tests.world import BLOCK, World, background_tasks, tokens, world
 from tierkv.cache.keys import Names, Prompt, pack
 from tierkv.clock import SystemClock
-from tierkv.errors import HandoffError
+from tierkv.errors import HandoffError, StoreUnavailableError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd import claims
 from tierkv.pd.claims import Ahead, ClaimPolicy
@@ -26,6 +27,7 @@ from tierkv.pd.handoff import Published, PublishStream
 from tierkv.pd.tickets import Standing, Ticket, Tickets
 from tierkv.sched.request import Matched, Request
 from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import PutItem, PutOutcome
 from tierkv.tasks import background
 
 # What storage does is what these tests are about; test_direct*.py is about the rest.
@@ -239,6 +241,37 @@ async def test_blocks_that_the_store_lost_in_the_middle_are_stored_again() -> No
             await here.stored(6)
             await prefill.the_store.delete(prefill.names(prompt)[:6])  # as a restart does
             await here.rest()
+        await whole(decode, claim(decode, prompt), prompt)
+
+
+async def test_a_ticket_that_is_written_at_the_second_try_costs_no_second_copy_of_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt, num_tries, complete = tokens(42), 0, Tickets.complete
+
+    async def at_the_second_try(self: Tickets, ticket: Ticket, **how: Any) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries == 1:
+            raise StoreUnavailableError("it is away for a moment")
+        await complete(self, ticket, **how)
+
+    async with pair() as (prefill, decode):
+        offered: Counter[str] = Counter()
+        put = prefill.the_store.put
+
+        async def counted(items: Sequence[PutItem]) -> list[PutOutcome]:
+            offered.update(item.name for item in items)
+            return await put(items)
+
+        monkeypatch.setattr(Tickets, "complete", at_the_second_try)
+        monkeypatch.setattr(prefill.the_store, "put", counted)
+        async with prefilling(prefill, prompt) as here:
+            await here.compute(24)
+            await here.stored(6)
+            await here.rest()
+        assert num_tries == 2
+        assert {offered[name] for name in prefill.names(prompt)} == {1}
         await whole(decode, claim(decode, prompt), prompt)
 
 

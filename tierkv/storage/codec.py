@@ -4,7 +4,7 @@
 
 A `Codec` makes and checks headers; each of its subclasses implements one level of trust in other
 writers of the store (the enum `Trust`). A `PayloadCodec`, such as a compression, encodes the bytes
-after the header; the dict `PAYLOAD_CODECS` lists these codecs. `seal` and `unseal` encode and
+after the header; the table `PAYLOAD_CODECS` lists these codecs. `seal` and `unseal` encode and
 decode records that other processes read. The format is described in docs/storage-format.md, with a
 test vector.
 """
