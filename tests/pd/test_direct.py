@@ -240,6 +240,7 @@ async def test_blocks_that_storage_had_before_are_on_the_host_for_claimers_too()
         await prefill.prefill(request, TOKENS)
         published = await finish(publish_request(prefill.service, request, "again", [1]))
         assert published.flushed_bytes == 0
+        await until(lambda: not prefill.service.tiers.copies.num_offloads, "the copies to the host")
         address = await address_of(prefill, "again")
         async with connected(address) as channel:
             assert (await ask(channel, address)).blocks == tuple(range(BLOCKS))
