@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.request import Request
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetOutcome
+from tierkv.storage.protocol import GetItem, GetOutcome
 from tierkv.transfer.storage_io import StorageIO
 
 LONG = tokens(400)
@@ -195,6 +195,33 @@ async def test_a_portion_that_comes_when_time_is_over_is_not_loaded(
         request = await node.admit(LONG)
         assert request.cached_tokens == (2 + GROUP_BLOCKS) * GQA.block_size
         await use(node, LONG, request)
+
+
+@simulated
+async def test_what_is_computed_because_portions_would_take_longer_counts_as_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = MemoryStore(MemorySettings(), LoopClock())
+    room = {"device_blocks": 110, "storage_write": THROUGH}
+    async with (
+        simulated_world(None, values, host_blocks=110, **room) as other,
+        simulated_world(None, values, host_blocks=2, **room) as node,
+    ):
+        await other.run(LONG)
+        node.service.note_prefill(400, 0.5)
+        get_into = node.the_store.get_into
+
+        async def slowly(items: Sequence[GetItem]) -> list[GetOutcome]:
+            await asyncio.sleep(0.02 * len(items))
+            return await get_into(items)
+
+        monkeypatch.setattr(node.the_store, "get_into", slowly)
+        request = await node.admit(LONG)
+        assert request.cached_tokens == 2 * GQA.block_size
+        await use(node, LONG, request)
+        counts = node.service.stats().requests
+        assert counts.storage_hit_tokens == 2 * GQA.block_size
+        assert sum(counts.missed_tokens.values()) == 400 - 2 * GQA.block_size
 
 
 async def test_what_came_in_portions_is_not_taken_for_fast_computing() -> None:
