@@ -211,11 +211,11 @@ async def test_what_is_computed_because_portions_would_take_longer_counts_as_mis
         node.service.note_prefill(400, 0.5)
         get_into = node.the_store.get_into
 
-        async def slowly(items: Sequence[GetItem]) -> list[GetOutcome]:
-            await asyncio.sleep(0.02 * len(items))
+        async def beside_another(items: Sequence[GetItem]) -> list[GetOutcome]:
+            node.service.estimator.tier.note_transfer(1_000, 10.0)  # a fetch that took long
             return await get_into(items)
 
-        monkeypatch.setattr(node.the_store, "get_into", slowly)
+        monkeypatch.setattr(node.the_store, "get_into", beside_another)
         request = await node.admit(LONG)
         assert request.cached_tokens == 2 * GQA.block_size
         await use(node, LONG, request)
