@@ -198,7 +198,7 @@ async def test_a_portion_that_comes_when_time_is_over_is_not_loaded(
 
 
 @simulated
-async def test_what_is_computed_because_portions_would_take_longer_counts_as_missed(
+async def test_what_is_computed_because_portions_would_take_longer_counts_as_missed_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     values = MemoryStore(MemorySettings(), LoopClock())
@@ -218,10 +218,10 @@ async def test_what_is_computed_because_portions_would_take_longer_counts_as_mis
         monkeypatch.setattr(node.the_store, "get_into", beside_another)
         request = await node.admit(LONG)
         assert request.cached_tokens == 2 * GQA.block_size
-        await use(node, LONG, request)
         counts = node.service.stats().requests
         assert counts.storage_hit_tokens == 2 * GQA.block_size
         assert sum(counts.missed_tokens.values()) == 400 - 2 * GQA.block_size
+        await use(node, LONG, request)
 
 
 async def test_what_came_in_portions_is_not_taken_for_fast_computing() -> None:
