@@ -177,6 +177,27 @@ async def test_a_producer_that_gives_up_does_not_close_what_another_has_begun(
             await node.ended(held)
 
 
+@pytest.mark.parametrize("is_dead", [False, True])
+async def test_the_id_of_a_prompt_that_will_not_come_is_free_for_another(is_dead: bool) -> None:
+    stores: list[Store] = [MemoryStore(MemorySettings(), SystemClock())] * 3
+    async with three(stores) as (first, second, claimer):
+        request = await first.admit(PROMPTS[0])
+        stream = open_stream(first.service, request, "t")
+        task = asyncio.create_task(stream.run())
+        await opened(claimer, 0.0)
+        if is_dead:
+            task.cancel()
+        else:
+            stream.fail("it was too slow")
+        await asyncio.wait([task])
+        if is_dead:
+            tickets = first.service.require_handoff().tickets
+            await first.the_store.delete([tickets.names.producer(tickets.lease.incarnation)])
+        assert isinstance(await hand_over(second, PROMPTS[1], "t", streams=False), Published)
+        await finds(claimer, "t", PROMPTS[1])
+        await first.ended(request)
+
+
 async def opened(node: World, after: float) -> float:
     """When the ticket was begun, as soon as that is another time than `after`."""
     async with asyncio.timeout(20):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -65,6 +65,20 @@ async def test_an_end_gives_the_blocks_back_when_nothing_publishes_them_any_more
         assert one.has_ended
         assert not on.service.scheduler.running_requests
         one.end()
+        await on.settle()
+
+
+async def test_a_request_that_ends_while_it_waits_for_its_blocks_gets_none() -> None:
+    async with world(with_store=True) as on:
+        one = session(on)
+        on.the_store.hold()
+        admitting = asyncio.create_task(one.admit())
+        await on.the_store.until_held(1)
+        one.end()
+        on.the_store.release()
+        with pytest.raises(OwnershipError, match="has ended"):
+            await finish(admitting)
+        assert not on.service.scheduler.running_requests
         await on.settle()
 
 
@@ -228,12 +242,15 @@ async def test_a_claimed_prompt_that_does_not_load_is_computed_only_if_the_polic
         await on.settle()
 
 
-async def test_a_stream_tells_who_waits_why_a_prompt_will_not_come() -> None:
+@pytest.mark.parametrize("way", [Session.end, Session.abort])
+async def test_a_stream_tells_who_waits_why_a_prompt_will_not_come(
+    way: Callable[..., None],
+) -> None:
     async with world(with_store=True) as on:
         one = session(on)
         await finish(one.admit())
         assert await finish(one.stream("t"))
-        one.end(reason="the engine was not heard of")
+        way(one, reason="the engine was not heard of")
         await finish(asyncio.wait([one.over]))
         with pytest.raises(HandoffError, match="the engine was not heard of"):
             await finish(session(on, name="c").claim("t", ClaimPolicy.WHOLE, 5.0))

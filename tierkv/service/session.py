@@ -172,7 +172,6 @@ class Session:
         if not budget.restrict(missing, is_answered=True).is_asked:
             scheduler.note_fetch_ended(request)
             return request
-        budget.arrived()
         try:
             await self._service.portions.fetch_or_end(request, budget)
         except DeviceFailedError:
@@ -364,9 +363,9 @@ class Session:
             "request %s computes the blocks that did not load: %s", self.spec.request_id, problem
         )
         await self._give_up_streams(problem)
-        self.running()  # raises if the request was ended during the wait
-        self._request = None
+        # Raises if the request has ended or was preempted during the wait.
         self._service.scheduler.end(request, after=after)
+        self._request = None
         try:
             spec = msgspec.structs.replace(self.spec, cached_tokens_limit=intact * size)
             recovered = self._adopt(await self._service.scheduler.admit(spec))
