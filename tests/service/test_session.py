@@ -267,6 +267,21 @@ async def test_a_store_that_hangs_keeps_a_stream_from_beginning_for_its_deadline
         await over(one, on)
 
 
+async def test_two_calls_at_once_begin_one_stream() -> None:
+    async with world(with_store=True) as on:
+        one = session(on)
+        await finish(one.admit())
+        on.the_store.hold()
+        calls = [asyncio.create_task(one.stream("t")) for _ in range(2)]
+        await on.the_store.until_held(2)
+        on.the_store.release()
+        assert [await finish(call) for call in calls] == [True, True]
+        assert on.service.require_handoff().tickets.lease.num_held <= 1
+        one.end()
+        await over(one, on)
+        assert not on.service.verify()
+
+
 async def test_a_publish_of_a_stream_that_is_not_computed_is_refused() -> None:
     async with world(with_store=True) as on:
         one = session(on)
