@@ -21,6 +21,7 @@ from tests.storage.values import TurnedClock
 from tests.world import World, fingerprint, tokens
 from tierkv.cache.keys import Names, Prompt
 from tierkv.errors import BadRequestError, HandoffError
+from tierkv.pd import tickets
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.tickets import Standing
 from tierkv.storage.memory import MemoryStore
@@ -50,6 +51,39 @@ async def test_the_producer_hears_who_claimed_its_ticket() -> None:
         )
         assert (released, ledger.num_holds) == (["ticket"], 1)
     assert released == ["ticket", "nobody's"]  # at the latest when the node ends
+
+
+async def test_the_acknowledgement_of_an_earlier_ticket_is_not_that_of_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tickets, "_CHECK_EVERY_S", 0.01)
+    async with pair() as (prefill, decode):
+        ledger = prefill.service.require_handoff().ledger
+        for name in ("first", "second"):
+            await publish(prefill)
+            num_reads = prefill.the_store.num_reads
+            await until(lambda: prefill.the_store.num_reads > num_reads + 3, "checks")  # noqa: B023
+            assert ledger.state_of("ticket") is Standing.WHOLE
+            await claim(decode, name=name)
+            await until(lambda: ledger.state_of("ticket") is Standing.ACKNOWLEDGED, "its claim")
+
+
+async def test_without_a_hint_every_ticket_is_looked_up_in_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def lost(*_: object) -> None:
+        """No hint comes."""
+
+    monkeypatch.setattr(tickets, "_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(tickets, "_MAX_CHECKED", 1)
+    async with pair() as (prefill, decode):
+        ledger = prefill.service.require_handoff().ledger
+        monkeypatch.setattr(decode.service.require_handoff().tickets.notifier, "notify", lost)
+        for ticket in ("a", "b"):
+            await publish(prefill, ticket=ticket)
+        await claim(decode, ticket="b")
+        await until(lambda: ledger.state_of("b") is Standing.ACKNOWLEDGED, "its turn")
+        assert ledger.state_of("a") is Standing.WHOLE
 
 
 async def test_an_acknowledged_ticket_stays_for_a_while_and_then_says_so() -> None:

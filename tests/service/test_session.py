@@ -200,6 +200,18 @@ async def test_what_did_not_load_is_named_and_the_request_goes_on_without_it() -
         await on.settle()
 
 
+async def test_after_a_recovery_the_prompt_may_be_streamed_again() -> None:
+    async with world(host_write=WritePolicy.WRITE_THROUGH, with_store=True) as on:
+        one = await failed(on)
+        assert await finish(one.stream("t"))
+        await finish(one.recover("it broke", timeout_s=PATIENCE_S))
+        assert not one.is_streaming
+        assert await finish(one.stream("t"))
+        assert one.is_streaming
+        one.end()
+        await over(one, on)
+
+
 async def test_the_blocks_that_a_recovery_leaves_wait_for_the_kernels_that_still_use_them() -> None:
     async with world(host_write=WritePolicy.WRITE_THROUGH, device_blocks=6) as on:
         one = await failed(on)
