@@ -343,6 +343,25 @@ async def test_claims_that_wait_hold_no_blocks_that_others_need() -> None:
         await whole(decode, claiming, prompt)
 
 
+async def test_a_claim_loads_nothing_ahead_while_other_requests_wait_for_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(claims, "MIN_BYTES", 1)
+    prompt = tokens(40)
+    async with pair(device_blocks=32, host_blocks=64) as (prefill, decode):
+        async with prefilling(prefill, prompt) as here:
+            await here.rest()
+        running = await decode.admit(tokens(40, 1000), uses_cache=False)
+        other = asyncio.create_task(decode.admit(tokens(120, 5000), uses_cache=False))
+        await until(lambda: decode.service.stats().waiting_requests == 1, "one that waits")
+        claiming = asyncio.create_task(claim(decode, prompt))
+        await until(lambda: decode.service.stats().waiting_requests == 2, "the claim behind it")
+        assert decode.service.stats().loaded_bytes == 0
+        decode.service.scheduler.end(running)
+        decode.service.scheduler.end(await finish(other))
+        await whole(decode, claiming, prompt)
+
+
 async def test_a_claim_that_waits_for_its_ticket_keeps_no_keys_of_its_prompt() -> None:
     """They are as large as the prompt, and many claims may wait."""
     async with pair() as (_, decode):

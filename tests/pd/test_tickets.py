@@ -53,6 +53,20 @@ async def test_the_producer_hears_who_claimed_its_ticket() -> None:
     assert released == ["ticket", "nobody's"]  # at the latest when the node ends
 
 
+async def test_a_ticket_that_the_ledger_has_no_room_for_holds_nothing_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tickets, "_MAX_KEPT", 1)
+    released: list[str] = []
+    async with pair() as (prefill, _):
+        ledger = prefill.service.require_handoff().ledger
+        ledger.hold("first", released.append)
+        for ticket in ("first", "second"):
+            await publish(prefill, ticket=ticket)
+        assert ledger.state_of("first") is None
+        assert (released, ledger.num_holds) == ([""], 0)
+
+
 async def test_the_acknowledgement_of_an_earlier_ticket_is_not_that_of_a_later_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
