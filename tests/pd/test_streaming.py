@@ -347,13 +347,14 @@ async def test_a_claim_loads_nothing_ahead_while_other_requests_wait_for_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(claims, "MIN_BYTES", 1)
-    prompt = tokens(40)
-    async with pair(device_blocks=32, host_blocks=64) as (prefill, decode):
+    prompt = tokens(160)  # two groups of blocks
+    async with pair(device_blocks=100, host_blocks=64) as (prefill, decode):
         async with prefilling(prefill, prompt) as here:
             await here.rest()
-        running = await decode.admit(tokens(40, 1000), uses_cache=False)
-        other = asyncio.create_task(decode.admit(tokens(120, 5000), uses_cache=False))
+        running = await decode.admit(tokens(160, 1000), uses_cache=False)
+        other = asyncio.create_task(decode.admit(tokens(280, 5000), uses_cache=False))
         await until(lambda: decode.service.stats().waiting_requests == 1, "one that waits")
+        decode.the_store.delay_s = 0.02  # the first group has time to be loaded
         claiming = asyncio.create_task(claim(decode, prompt))
         await until(lambda: decode.service.stats().waiting_requests == 2, "the claim behind it")
         assert decode.service.stats().loaded_bytes == 0
