@@ -513,8 +513,7 @@ class Claims:
             raise
 
     def _has_room(self, num_blocks: int) -> bool:
-        has_room = self._scheduler.tiers.eviction.available(Tier.DEVICE) >= num_blocks
-        return has_room and not self._scheduler.num_waiting
+        return self._scheduler.tiers.eviction.available(Tier.DEVICE) >= num_blocks
 
     async def _fetch_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
         """Fetch blocks of a claimed prompt to the host while the producer computes the rest.
@@ -784,7 +783,7 @@ class LoadsAhead:
         spec: the claim's request.
         scheduler: loads the blocks.
         has_room: a function of a number of blocks; returns True if the device has room for so many
-            blocks and no request waits.
+            blocks.
     """
 
     def __init__(
