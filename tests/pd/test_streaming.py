@@ -22,10 +22,10 @@ from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError, StoreUnavailableError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd import claims
-from tierkv.pd.claims import Ahead, ClaimPolicy
+from tierkv.pd.claims import Ahead, ClaimPolicy, LoadsAhead
 from tierkv.pd.handoff import Published, PublishStream
 from tierkv.pd.tickets import Standing, Ticket, Tickets
-from tierkv.sched.request import Matched, Request
+from tierkv.sched.request import Matched, Request, RequestSpec
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem, PutOutcome
 from tierkv.tasks import background
@@ -361,6 +361,28 @@ async def test_a_claim_loads_nothing_ahead_while_other_requests_wait_for_blocks(
         decode.service.scheduler.end(running)
         decode.service.scheduler.end(await finish(other))
         await whole(decode, claiming, prompt)
+
+
+async def test_a_load_ahead_waits_until_it_has_enough_new_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded: list[int] = []
+
+    async def load_ahead(prompt: Prompt) -> None:
+        loaded.append(prompt.num_blocks)
+
+    async with world() as node:
+        monkeypatch.setattr(claims, "MIN_BYTES", 4 * node.layout.block_bytes)
+        monkeypatch.setattr(node.service.scheduler, "load_ahead", load_ahead)
+        spec = RequestSpec("claim", node.prompt(tokens(48)), 0)
+        loads = LoadsAhead(spec, node.service.scheduler, lambda _: True)
+        running = asyncio.create_task(loads.run())
+        for count in (3, 4, 6, 8, 11, 12):
+            loads.arrived(count)
+            await turns(3)
+        assert loaded == [4, 8, 12]
+        running.cancel()
+        await asyncio.wait([running])
 
 
 async def test_a_claim_that_waits_for_its_ticket_keeps_no_keys_of_its_prompt() -> None:
