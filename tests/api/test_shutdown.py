@@ -6,11 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 
-from tests.api.nodes import Here, here
+import pytest
+
+from tests.api.nodes import Here, here, settings
 from tests.latch import finish, turns, until
+from tierkv.api.node import Node
+from tierkv.clock import SystemClock
+from tierkv.errors import ShuttingDownError
+from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction
 from tierkv.http import process
-from tierkv.storage.memory import MemoryStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
 
 LONG = {"prompt": "hello", "max_tokens": 1000}
 
@@ -57,6 +63,26 @@ async def test_an_ended_node_leaves_no_task_behind() -> None:
     await turns(5)
     left = {task.get_name() for task in asyncio.all_tasks()} - {asyncio.current_task().get_name()}  # type: ignore[union-attr]
     assert left == set()
+
+
+async def test_a_node_that_ends_takes_no_new_work_while_it_waits_for_the_old() -> None:
+    refusals: list[ShuttingDownError] = []
+    node = Node(settings(), device=CpuDevice(), store=MemoryStore(MemorySettings(), SystemClock()))
+
+    async def works() -> None:
+        async with node.work():
+            try:
+                await asyncio.Event().wait()
+            finally:  # it is cut off
+                with pytest.raises(ShuttingDownError) as refused:
+                    node.work()
+                refusals.append(refused.value)
+
+    async with node.running():
+        task = asyncio.create_task(works())
+        await until(lambda: node.num_working == 1)
+    assert isinstance(task.exception(), ShuttingDownError)
+    assert len(refusals) == 1
 
 
 class Stubborn:
