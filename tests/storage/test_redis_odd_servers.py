@@ -25,7 +25,7 @@ from tests.redis_server import RedisServer
 from tests.storage.values import content_of, get_one, landing, put_one, redis_store, refused
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
-from tierkv.storage.redis import control
+from tierkv.storage.redis import control, pool
 from tierkv.storage.redis.control import Command, ControlReply, RedisNotifier, ask_once
 from tierkv.storage.redis.store import RedisSettings
 
@@ -67,6 +67,37 @@ async def odd_server(answer: Callable[[bytes], bytes | None]) -> AsyncIterator[O
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
         server.url = f"redis://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         yield server
+
+
+async def test_a_request_whose_connection_is_turned_away_goes_over_one_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "_MAX_RETRIES", 0)
+    serving: list[asyncio.StreamWriter] = []
+    num_turned_away = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_turned_away
+        while said := await reader.read(65_536):
+            verbs = _VERB.findall(said)
+            if b"SET" in verbs and writer not in serving:
+                if serving:
+                    num_turned_away += 1
+                    writer.write(b"-ERR max number of clients reached\r\n")
+                    break
+                serving.append(writer)
+            await asyncio.sleep(0.01)
+            writer.write(b"".join(_USUAL.get(verb, b"+OK\r\n") for verb in verbs))
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        url = f"redis://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        store = redis_store(url, RedisSettings(num_connections=4, write_connections=4))
+        async with store.running():
+            assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
+            outcomes = await store.put([PutItem(name, (b"x",)) for name in NAMES])
+            assert {outcome.status for outcome in outcomes} == {PutStatus.STORED}
+            assert num_turned_away
 
 
 # Servers that die or close connections

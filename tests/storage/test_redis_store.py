@@ -37,7 +37,6 @@ from tierkv.cli.storage import storage
 from tierkv.errors import StoreRefusedError, StoreUnavailableError
 from tierkv.storage import guard
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
-from tierkv.storage.redis import pool
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import TlsFiles
 from tierkv.storage.redis.wire import Address, PlainPipe, open_pipe
@@ -204,12 +203,7 @@ async def test_a_turn_of_the_loop_sends_a_bounded_number_of_bytes(empty_redis: R
     assert 0 < most <= 2 << 20, "what one turn begins with, and what tasks do in it"
 
 
-async def test_a_server_that_takes_no_more_connections_serves_over_those_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        pool, "_MAX_RETRIES", 0
-    )  # of a request that the server may have carried out
+async def test_a_server_that_takes_no_more_connections_serves_over_those_it_has() -> None:
     with redis_server("--maxclients", "10") as server, ExitStack() as others:
         store = redis_store(server.url, replace(PATIENT, num_connections=4, write_connections=4))
         async with store.running():
