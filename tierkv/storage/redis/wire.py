@@ -37,7 +37,7 @@ _START_S = 0.05
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 # On one machine no packet is lost, and a system that is set to BBR only delays long values. With
 # this algorithm, which every Linux has, SET of values that are replaced had 1.2 to 1.6 times the
-# rate (512 KiB and 2 MiB, Redis 7.0, 2 cores, 2026-11-29); where the system is set to cubic, it
+# rate (512 KiB and 2 MiB, Redis 7.0, 2-core x86-64 VM); where the system is set to cubic, it
 # changes nothing.
 _CONGESTION_LOCAL = b"reno"
 _LONG_BYTES = 256 << 10  # a longer piece gets its own system call
