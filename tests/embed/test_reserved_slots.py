@@ -5,8 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from tests.world import GQA, fingerprint, tokens
+from tierkv.cache.eviction import EvictionKind
 from tierkv.cache.groups import CacheGroup
 from tierkv.cache.keys import Prompt
 from tierkv.clock import SystemClock
@@ -22,12 +24,12 @@ PROMPT = Prompt.of(tokens(2 * GQA.block_size), GQA.block_size)
 
 
 @asynccontextmanager
-async def host_side() -> AsyncIterator[tuple[Service, HostSide]]:
+async def host_side(**cache: Any) -> AsyncIterator[tuple[Service, HostSide]]:
     sizes = HostSizes.for_blocks(fingerprint(), [CacheGroup(GQA)], SLOTS)
     service = Service(
         CpuDevice(),
         sizes.fingerprint,
-        sizes.settings(CacheSettings(block_size=GQA.block_size)),
+        sizes.settings(CacheSettings(block_size=GQA.block_size, **cache)),
         HandoffSettings(direct=DirectPath.OFF),
         MemoryStore(MemorySettings(), SystemClock()),
     )
@@ -56,3 +58,19 @@ async def test_a_slot_that_was_given_back_unused_takes_no_content_from_before_a_
         await service.free(clears_storage=True)
         assert (await side.keep([(PROMPT, [other])])).num_blocks == (0,)
         await side.free_reserved([slots[2:]])
+
+
+async def test_room_is_made_of_what_the_engine_has_looked_up_least_often() -> None:
+    async with host_side(host_eviction=EvictionKind.LFU) as (_, side):
+        prompts = [Prompt.of(tokens(8, 100 * at), GQA.block_size) for at in range(4)]
+        for prompt in prompts:
+            [slots] = await side.reserve([2])
+            await side.keep([(prompt, [Copied(0, range(2), array("i", slots), ())])])
+        for prompt in (prompts[0], prompts[0], *prompts[1:]):  # the first is the oldest
+            found = await side.promise(prompt, None, 30.0)
+            assert found.claim()
+            await side.free(found)
+        await side.reserve([SLOTS - 2])
+        left = [await side.promise(prompt, None, 30.0) for prompt in prompts]
+        assert [one.num_tokens for one in left] == [8, 0, 0, 0]
+        await side.release_all()
