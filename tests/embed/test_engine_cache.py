@@ -303,6 +303,30 @@ def test_another_prompt_under_a_key_is_saved_whole_and_one_that_grew_goes_on(gro
         on.check("b", second, 3 * SIZE)
 
 
+def test_a_partial_block_that_has_grown_is_saved_again() -> None:
+    tokens = tokens_of(3 * SIZE)
+    with engine() as on:
+        on.save(tokens[: 2 * SIZE + 1], key="a")
+        on.compute(tokens, [[4, 5, 6]])
+        plan = on.plan_to_save("a", tokens, [4, 5, 6])
+        assert len(plan.slots()[0]) == 1
+        on.planes.start_saves(plan)
+        on.until(lambda: len(on.seen.stored) == 2)
+        on.check("b", tokens, 3 * SIZE)
+
+
+def test_a_lookup_that_has_found_nothing_is_answered_from_memory_for_a_while() -> None:
+    tokens = tokens_of(2 * SIZE)
+    with engine() as on:
+        assert on.lookup("a", tokens, promise_ttl_s=0.2) == Found(0)
+        began = time.monotonic()
+        found = on.cache.lookup("a", on.prompt(tokens), promise_ttl_s=0.2)
+        assert found == Found(0) or time.monotonic() > began + 0.1
+        time.sleep(0.25)
+        on.save(tokens)
+        assert on.lookup("a", tokens).num_tokens == 2 * SIZE
+
+
 def test_the_same_tokens_of_another_image_or_space_are_another_prompt() -> None:
     tokens = tokens_of(3 * SIZE)
 
