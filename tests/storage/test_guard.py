@@ -125,6 +125,30 @@ async def test_a_ping_without_an_answer_beside_a_long_operation_opens_the_breake
     pair.faulty.release()
 
 
+async def test_a_ping_without_an_answer_opens_no_breaker_of_a_store_that_answers_reads(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = await make(failures_to_open=1_000, timeout_s=0.4)
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def hang() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(pair.faulty, "ping", hang)
+    pair.faulty.hold()
+    reading = asyncio.create_task(pair.store.exists(NAMES))
+    await begun.wait()
+    pair.faulty.release()
+    assert await reading == 0
+    await ended.wait()
+    await asyncio.sleep(0.05)  # the watcher has seen it
+    assert pair.store.health.num_opened == 0
+
+
 @pytest.mark.promise("The breaker opens after repeated failures and closes when the store is back.")
 async def test_probes_close_the_breaker_when_the_store_is_back(make: Make) -> None:
     pair = await make(failures_to_open=1)

@@ -1118,7 +1118,6 @@ class EngineCache:
         Returns:
             The call. Its result is the number of blocks left on the host.
         """
-        self._keep_copied()  # copied blocks are removed, too
         for known in [*self._known.values(), *(step.known for step in self._steps.values())]:
             known.is_of_old = True
             publish = known.publish
