@@ -301,7 +301,7 @@ async def test_of_many_who_take_over_an_expired_value_one_has_stored_it(tmp_path
         for round_number in range(20):
             name = f"t:f:{round_number}:0"
             await put_one(stores[0], name, b"old", ttl_s=1.0)
-            clock.now += 1
+            clock.now += 1.001  # Unix seconds as floats are exact to 0.2 us
             async with asyncio.TaskGroup() as group:
                 puts = [group.create_task(put_one(s, name, b"new")) for s in stores * 6]
             statuses = sorted(put.result().value for put in puts)
@@ -325,7 +325,7 @@ async def test_a_value_renewed_just_before_its_removal_stays(
     async with store.running():
         await put_one(store, "t:f:a:0", b"old", ttl_s=1.0)
         await store.sweep()  # after the sweep at the start
-        clock.now += 1
+        clock.now += 1.001
         monkeypatch.setattr(fcntl, "flock", late_flock)
         assert (await get_one(store, "t:f:a:0", 3))[0] is GetStatus.MISS
         monkeypatch.undo()
