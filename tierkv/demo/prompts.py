@@ -48,8 +48,8 @@ class TextPrompts:
         shown_characters: number of characters of an answer to print.
     """
 
-    gateway_tokens = 120
-    tokens_before_kill = 20
+    gateway_tokens = 240
+    tokens_before_kill = 4
     question = ""
     room_tokens = 512
     shown_characters = 60
