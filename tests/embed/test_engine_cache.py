@@ -289,10 +289,15 @@ def test_a_block_that_the_engine_does_not_have_fails_its_load_and_no_other(count
         on.check("c", tokens, 2 * SIZE)
 
 
-@pytest.mark.parametrize("grows", [False, True])
-def test_another_prompt_under_a_key_is_saved_whole_and_one_that_grew_goes_on(grows: bool) -> None:
-    first = tokens_of(2 * SIZE)
-    second = [*first, *tokens_of(SIZE, 2)] if grows else tokens_of(3 * SIZE, 3)
+@pytest.mark.parametrize(
+    ("num_first", "grows"), [(2 * SIZE, False), (2 * SIZE, True), (2 * SIZE + 1, True)]
+)
+def test_another_prompt_under_a_key_is_saved_whole_and_one_that_grew_goes_on(
+    num_first: int, grows: bool
+) -> None:
+    """A partial block that has grown is saved again."""
+    first, rest = tokens_of(num_first), 3 * SIZE - num_first
+    second = [*first, *tokens_of(rest, 2)] if grows else tokens_of(3 * SIZE, 3)
     with engine() as on:
         on.save(first, key="a")
         on.compute(second, [[4, 5, 6]])
@@ -301,18 +306,6 @@ def test_another_prompt_under_a_key_is_saved_whole_and_one_that_grew_goes_on(gro
         on.planes.start_saves(plan)
         on.until(lambda: len(on.seen.stored) == 2)
         on.check("b", second, 3 * SIZE)
-
-
-def test_a_partial_block_that_has_grown_is_saved_again() -> None:
-    tokens = tokens_of(3 * SIZE)
-    with engine() as on:
-        on.save(tokens[: 2 * SIZE + 1], key="a")
-        on.compute(tokens, [[4, 5, 6]])
-        plan = on.plan_to_save("a", tokens, [4, 5, 6])
-        assert len(plan.slots()[0]) == 1
-        on.planes.start_saves(plan)
-        on.until(lambda: len(on.seen.stored) == 2)
-        on.check("b", tokens, 3 * SIZE)
 
 
 def test_a_lookup_that_has_found_nothing_is_answered_from_memory_for_a_while() -> None:
