@@ -261,12 +261,15 @@ class FleetAnswer:
     Attributes:
         text: the whole answer.
         first_token_s: seconds from the call until the caller had the first text.
-        event: a sentence about the killed node.
+        killed_after: number of tokens that the caller had when the node was killed; None if the
+            answer was complete before that, and no node was killed.
+        is_resumed: True if another decode node went on with the answer.
     """
 
     text: str
     first_token_s: float
-    event: str
+    killed_after: int | None
+    is_resumed: bool
 
 
 class Fleet:
@@ -286,6 +289,9 @@ class Fleet:
     ) -> FleetAnswer:
         """Send a prompt to the gateway, and kill the decode node that generates the answer.
 
+        On a busy machine the node can be done before this process has read its first tokens. No
+        node is killed then.
+
         Args:
             prompt: the prompt, a text or tokens.
             max_tokens: number of tokens to generate.
@@ -295,25 +301,19 @@ class Fleet:
             DemoError: the answer does not arrive whole.
         """
         started = time.monotonic()
-        first_token_s, text, event, num_tokens = 0.0, "", "", 0
+        first_token_s, text, num_tokens, killed_after = 0.0, "", 0, None
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         try:
             async for piece in self._pieces(body):
                 first_token_s = first_token_s or time.monotonic() - started
                 text += piece
                 num_tokens += 1
-                if event or num_tokens < tokens_before_kill:
-                    continue
-                if generating := await self._generating_node():
-                    generating.process.kill()
-                    await generating.process.wait()
-                    event = f"the decode node was killed after {num_tokens} of {max_tokens} tokens"
+                if num_tokens == tokens_before_kill and await self._kill_generating():
+                    killed_after = num_tokens
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise DemoError(f"the gateway at {self._gateway.url} failed: {error}") from error
-        event = event or "no decode node was answering when looked at"
-        if await self._metric(_RESUMED):
-            event += ", the other one went on"
-        return FleetAnswer(text, first_token_s, event)
+        is_resumed = await self._metric(_RESUMED) > 0
+        return FleetAnswer(text, first_token_s, killed_after, is_resumed)
 
     async def _pieces(self, body: Mapping[str, object]) -> AsyncIterator[str]:
         url = self._gateway.url + "/v1/completions"
@@ -335,11 +335,23 @@ class Fleet:
                     yield choice["text"]
         raise DemoError("the gateway closed the connection before the end of its answer")
 
-    async def _generating_node(self) -> NodeProcess | None:
+    async def _kill_generating(self) -> bool:
+        """Kill the decode node that generates; return False if none does."""
         for url, node in self._decode.items():
-            if await self._metric(f'{_RUNNING}{{node="{url}"}}'):
-                return node
-        return None
+            running = f'{_RUNNING}{{node="{url}"}}'
+            if not await self._metric(running):
+                continue
+            # The node stands still while the gateway is asked whether the answer is complete.
+            node.process.send_signal(signal.SIGSTOP)
+            try:
+                if await self._metric(running):
+                    node.process.kill()
+                    await node.process.wait()
+                    return True
+            finally:
+                if node.process.returncode is None:
+                    node.process.send_signal(signal.SIGCONT)
+        return False
 
     async def _metric(self, name: str) -> float:
         lines = (await self._gateway.client.metrics()).splitlines()
