@@ -67,6 +67,10 @@ async def test_a_ticket_that_the_ledger_has_no_room_for_holds_nothing_any_more(
         assert (released, ledger.num_holds) == ([""], 0)
 
 
+async def no_hint(*_: object) -> None:
+    """It is lost."""
+
+
 async def test_the_acknowledgement_of_an_earlier_ticket_is_not_that_of_a_later_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -82,17 +86,36 @@ async def test_the_acknowledgement_of_an_earlier_ticket_is_not_that_of_a_later_o
             await until(lambda: ledger.state_of("ticket") is Standing.ACKNOWLEDGED, "its claim")
 
 
+async def test_a_check_of_an_earlier_ticket_does_not_end_the_one_that_took_its_id_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released: list[str] = []
+    async with pair() as (prefill, decode):
+        handoff = prefill.service.require_handoff()
+        ledger, theirs = handoff.ledger, decode.service.require_handoff().tickets
+        monkeypatch.setattr(theirs.notifier, "notify", no_hint)
+        await publish(prefill)
+        await turns(20)  # the ledger waits for a hint
+        await claim(decode)
+        await until(lambda: decode.service.tiers.work.num_tasks == 0, "the acknowledgement")
+        await publish(prefill)
+        ledger.hold("ticket", released.append)
+        num_reads, ours = prefill.the_store.num_reads, handoff.tickets
+        for _ in range(2):  # of the tickets that the ledger knew before, and of those of now
+            await ours.notifier.notify(ours.names.producer(ours.lease.incarnation), "another")
+            await turns(20)
+        await until(lambda: prefill.the_store.num_reads > num_reads, "a check")
+        assert (ledger.state_of("ticket"), released) == (Standing.WHOLE, [])
+
+
 async def test_without_a_hint_every_ticket_is_looked_up_in_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def lost(*_: object) -> None:
-        """No hint comes."""
-
     monkeypatch.setattr(tickets, "_CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(tickets, "_MAX_CHECKED", 1)
     async with pair() as (prefill, decode):
         ledger = prefill.service.require_handoff().ledger
-        monkeypatch.setattr(decode.service.require_handoff().tickets.notifier, "notify", lost)
+        monkeypatch.setattr(decode.service.require_handoff().tickets.notifier, "notify", no_hint)
         for ticket in ("a", "b"):
             await publish(prefill, ticket=ticket)
         await claim(decode, ticket="b")

@@ -1246,17 +1246,20 @@ class TicketLedger:
                         await self._check(issued)
 
     async def _check(self, issued: _Issued) -> None:
-        ticket_id = issued.ticket_id
+        ticket_id, end = issued.ticket_id, None
         if self._tickets.now() > issued.expires_at:
-            self._change(ticket_id, Standing.EXPIRED)
-            self._release_holds(ticket_id)
-            return
-        try:
-            found = await self._tickets.read_acknowledgement(ticket_id)
-        except StoreUnavailableError:
-            return
-        if found is not None and found.created_at == issued.created_at:
-            self._change(ticket_id, Standing.ACKNOWLEDGED)
-            self._release_holds(ticket_id)
-        elif ticket_id in self._issued:
+            end = Standing.EXPIRED
+        else:
+            try:
+                found = await self._tickets.read_acknowledgement(ticket_id)
+            except StoreUnavailableError:
+                return
+            if found is not None and found.created_at == issued.created_at:
+                end = Standing.ACKNOWLEDGED
+        if self._issued.get(ticket_id) is not issued:
+            return  # another ticket has taken the id meanwhile
+        if end is None:
             self._issued.move_to_end(ticket_id)  # check other tickets first next time
+        else:
+            self._change(ticket_id, end)
+            self._release_holds(ticket_id)
