@@ -84,14 +84,14 @@ class Sampling:
 
         Two samplings that choose the same tokens for all logits have the same text.
         """
-        penalties = {name: str(self._value(name)) for name in self.unusual(_PENALTIES)}
+        penalties = {name: self._text(name) for name in self.unusual(_PENALTIES)}
         if self.is_greedy:
             return {"temperature": "0"} | penalties
         return {
-            "temperature": str(float(self.temperature)),
+            "temperature": self._text("temperature"),
             "seed": str(self.seed),
             "top_k": str(self.top_k),
-            **{name: str(self._value(name)) for name in self.unusual(_SHARES)},
+            **{name: self._text(name) for name in self.unusual(_SHARES)},
             **penalties,
         }
 
@@ -114,6 +114,9 @@ class Sampling:
         others = [name for name in ("top_k", *_SHARES, *_PENALTIES) if name not in names]
         if used := self.unusual(others):
             raise BadRequestError(f"the engine of this node does not have {used[0]}: leave it out")
+
+    def _text(self, name: str) -> str:
+        return str(float(self._value(name)))  # an integer too has the text of a float
 
     def _value(self, name: str) -> float:
         value: float = getattr(self, name)

@@ -76,6 +76,22 @@ def test_settings_out_of_range_are_refused(fields: dict[str, Any]) -> None:
         Sampling(**fields)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"temperature": 0.7, "top_k": 1, "seed": 9}, {}),
+        ({"temperature": 1}, {"temperature": 1.0}),
+        ({"temperature": 1.0, "min_p": 1}, {"temperature": 1.0, "min_p": 1.0}),
+        ({"frequency_penalty": 1}, {"frequency_penalty": 1.0}),
+    ],
+    ids=str,
+)
+def test_samplings_that_choose_the_same_tokens_are_the_same_in_a_ticket(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert Sampling(**one).readable() == Sampling(**other).readable()
+
+
 def test_a_negative_position_is_refused() -> None:
     with pytest.raises(BadRequestError):
         sample(LOGITS, Sampling(), -1)
