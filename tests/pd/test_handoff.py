@@ -346,6 +346,21 @@ async def test_a_store_that_does_not_answer_is_unavailable_first_and_last() -> N
         await claim(decode, tokens(9), new=0)
 
 
+async def test_a_claim_of_what_is_not_there_says_so_though_the_store_hangs_at_its_last_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with pair() as (_, decode):
+        get, last = decode.the_store.get, Names("tierkv", "").acknowledgement("ticket")
+
+        async def hang_at_last(name: str, *, max_bytes: int) -> bytes | None:
+            if name == last:
+                await asyncio.Event().wait()
+            return await get(name, max_bytes=max_bytes)
+
+        monkeypatch.setattr(decode.the_store, "get", hang_at_last)
+        assert (await refused(decode, tokens(9), deadline_s=0.5)).reason == "not_yet"
+
+
 async def test_without_a_store_there_is_no_handoff_and_it_says_so() -> None:
     async with world() as here:
         assert (await refused(here, tokens(9))).reason == "storage_unavailable"

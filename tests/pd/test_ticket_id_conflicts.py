@@ -14,6 +14,7 @@ from tests.latch import finish, turns
 from tests.pd.nodes import computed, settings
 from tests.redis_server import PATIENT, RedisServer, module_redis  # noqa: F401 - a fixture
 from tests.sessions import claim_request, open_stream, publish_request
+from tests.storage.values import TurnedClock
 from tests.world import World, world
 from tierkv.clock import SystemClock
 from tierkv.errors import DuplicateRequestError
@@ -196,6 +197,17 @@ async def test_the_id_of_a_prompt_that_will_not_come_is_free_for_another(is_dead
         assert isinstance(await hand_over(second, PROMPTS[1], "t", streams=False), Published)
         await finds(claimer, "t", PROMPTS[1])
         await first.ended(request)
+
+
+async def test_the_id_of_a_ticket_that_has_expired_is_free_for_another_prompt() -> None:
+    clock = TurnedClock()
+    stores: list[Store] = [MemoryStore(MemorySettings(), clock)] * 3
+    async with three(stores) as (first, second, claimer):
+        assert isinstance(await hand_over(first, PROMPTS[0], "t", streams=False), Published)
+        clock.now += settings().ticket_ttl_s + 1  # the store still has the ticket
+        assert (await claimer.service.ticket_state("t")).state is Standing.EXPIRED
+        assert isinstance(await hand_over(second, PROMPTS[1], "t", streams=False), Published)
+        await finds(claimer, "t", PROMPTS[1])
 
 
 async def opened(node: World, after: float) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,11 +17,18 @@ from tests.latch import EVERY, CopyLatch, cancelled_at, turns, until
 from tierkv.cache.keys import Names, pack
 from tierkv.clock import SystemClock
 from tierkv.engine import GenerateRequest
-from tierkv.errors import BadRequestError, HandoffError, RequestTooLargeError, ShuttingDownError
+from tierkv.errors import (
+    BadRequestError,
+    HandoffError,
+    RequestTooLargeError,
+    ShuttingDownError,
+    TransferError,
+)
 from tierkv.gpu.cpu import CallerStream, CpuDevice
 from tierkv.gpu.protocol import Direction, Event
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.tickets import MAX_TICKET_BYTES, Ticket
+from tierkv.service.session import Session
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem
 
@@ -121,6 +129,27 @@ async def test_a_failed_load_is_computed_and_told(length: int) -> None:
         assert result.tokens == truth([*prompt, *text(BLOCK_SIZE, 77)], NEW).tokens
         assert on.node.engine.stats.failed_loads == 1
         await on.settle()
+
+
+async def test_an_answer_that_starts_again_keeps_nothing_of_the_tokens_that_it_drops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commit, num_commits = Session.commit, 0
+
+    async def fail_first(session: Session, tokens: bytes, **more: Any) -> None:
+        nonlocal num_commits
+        num_commits += 1
+        if num_commits == 1:  # of the prompt; the first token has been chosen
+            raise TransferError("a load failed")
+        await commit(session, tokens, **more)
+
+    async with bench() as on:
+        job = replace(on.node.job(PROMPT, NEW), num_logprobs=2)
+        expected = await on.node.engine.generate(job)
+        monkeypatch.setattr(Session, "commit", fail_first)
+        found = await on.node.engine.generate(job)
+        assert found.load_problem == "a load failed"
+        assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
 
 
 async def test_a_claim_whose_load_fails_says_so_or_computes_as_its_policy_says() -> None:

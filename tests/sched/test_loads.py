@@ -17,6 +17,8 @@ from tierkv.cache.node import Tier
 from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice, CpuEvent
 from tierkv.gpu.protocol import Direction, Event
+from tierkv.sched.request import RequestSpec
+from tierkv.service.session import Session
 from tierkv.transfer.mover import Movement
 
 LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
@@ -254,21 +256,26 @@ class _Late(Movement):
         self.end(TransferError("late") if self.real.has_failed else None)
 
 
+def told_late(node: World, monkeypatch: pytest.MonkeyPatch) -> list[_Late]:
+    """The loads of the node from now on."""
+    late: list[_Late] = []
+    load = node.service.mover.load
+
+    def loads_late(*args: Any) -> Movement:
+        late.append(_Late(load(*args)))
+        return late[-1]
+
+    monkeypatch.setattr(node.service.mover, "load", loads_late)
+    return late
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_blocks_are_not_on_the_device_before_those_above_them_are(
     monkeypatch: pytest.MonkeyPatch, *, fails: bool
 ) -> None:
     """Copies of a lane end in order; who hears of the lower one first must not believe it."""
     async with with_host_copies(tokens(16)) as here:
-        late: list[_Late] = []
-        load = here.service.mover.load
-
-        def loads_late(*args: Any) -> Movement:
-            real = load(*args)
-            late.append(_Late(real))
-            return late[-1]
-
-        monkeypatch.setattr(here.service.mover, "load", loads_late)
+        late = told_late(here, monkeypatch)
         here.latch.fail_next(LOAD, int(fails))
         first = await here.admit([*tokens(8), 70])
         second = await here.admit([*tokens(16), 71])
@@ -289,6 +296,32 @@ async def test_blocks_are_not_on_the_device_before_those_above_them_are(
             await here.prefill(second, [*tokens(16), 71])  # checks every byte
             assert here.service.index.match(prompt).device_blocks == 4
         await here.ended(first, second)
+
+
+@pytest.mark.parametrize("step", ["loaded", "commit"])
+async def test_a_wait_cancelled_just_before_its_load_has_settled_leaves_the_load_alone(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    async with with_host_copies(tokens(12)) as here:
+        late = told_late(here, monkeypatch)
+        above = [await here.admit([*tokens(4 * count), 70]) for count in (1, 2)]
+        session = Session(here.service, RequestSpec("s", here.prompt([*tokens(12), 70]), 0))
+        await finish(session.admit())
+        await until(lambda: here.service.mover.num_in_flight == 0, "the copies")
+        for one in (late[2], late[1]):
+            one.tell()
+        all_tokens = pack([*tokens(12), 70])
+        waits = session.loaded(100.0) if step == "loaded" else session.commit(all_tokens)
+        waiting = asyncio.create_task(waits)
+        await turns(3)
+        late[0].tell()
+        await turns(1)  # the second load has settled, the third has not
+        assert waiting.cancel()
+        await asyncio.wait([waiting])
+        await finish(session.loaded(100.0))
+        here.check_kv(session.request, tokens(12), 12)
+        session.end()
+        await here.ended(*above)
 
 
 @pytest.mark.parametrize("ends_first", [False, True])

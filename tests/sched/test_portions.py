@@ -107,6 +107,23 @@ async def test_one_that_is_aborted_or_cancelled_between_two_portions_leaves_noth
         assert await use(node, LONG, await node.admit(LONG)) == 396
 
 
+async def test_a_cancelled_request_keeps_its_blocks_until_the_copy_of_a_portion_has_ended() -> None:
+    """Another request would compute into blocks that the copy still writes."""
+    async with small_host() as node:
+        admitting = await between_portions(node)
+        free = node.free_device_blocks
+        node.latch.hold(Direction.LOAD)
+        node.the_store.release()
+        await node.latch.until_held()
+        admitting.cancel()
+        await asyncio.wait([admitting])
+        await turns(20)
+        assert node.free_device_blocks == free
+        node.latch.release()
+        await node.settle()
+        assert node.free_device_blocks > free
+
+
 async def between_portions(node: World, name: str = "") -> asyncio.Task[Request]:
     """Let the store answer until a request has blocks, and its next portion waits for the store."""
     node.the_store.hold()
