@@ -166,6 +166,18 @@ async def test_a_wait_whose_tier_is_known_ends_after_twice_the_estimate_or_compu
 
 
 @simulated
+async def test_a_decision_during_a_wait_counts_from_then_on() -> None:
+    budget = Budget(60.0, estimator=estimator(2.0, 0.1, 0.3))
+    first = budget.restrict(1000)
+    async with budget.limit():
+        await asyncio.sleep(0.4)
+        budget.arrived()
+        rest = budget.restrict(200, is_answered=True)
+        assert rest.wait_s < first.wait_s - 0.4
+        assert budget.left_s == pytest.approx(rest.wait_s)
+
+
+@simulated
 async def test_answers_in_time_cost_a_claim_that_waits_for_its_ticket_nothing() -> None:
     budget = Budget(1.0, is_claim=True)
     for _ in range(3):

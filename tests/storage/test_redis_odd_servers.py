@@ -218,6 +218,44 @@ async def test_who_wrote_a_value_that_must_be_new_is_not_told_that_it_existed(
             assert await put_one(store, NAMES[0], b"x", only_new=only_new) is status
 
 
+async def test_answers_to_earlier_requests_give_a_later_one_no_more_time() -> None:
+    """100 kB have 100 ms in addition to 400 ms."""
+    answers = iter([b"$1\r\nx\r\n"] * 3)
+    settings = RedisSettings(timeout_s=0.4, slowest_bytes_per_s=1e6)
+    async with odd_server(
+        lambda verb: next(answers, b"") if verb == b"GET" else b"+OK\r\n"
+    ) as server:
+        store = redis_store(server.url, settings)
+        async with store.running():
+            for _ in range(3):
+                assert await store.get(NAMES[0], max_bytes=100_000) == b"x"
+            why = await refused(store.get(NAMES[0], max_bytes=100_000))
+    assert why.endswith("did not answer within 500 ms")
+
+
+async def test_a_question_that_a_dead_master_does_not_answer_leads_to_its_successor() -> None:
+    masters: list[OddServer] = []
+
+    def answers(to_question: bytes | None) -> Callable[[bytes], bytes | None]:
+        def answer(verb: bytes) -> bytes | None:
+            if verb != b"CLUSTER":
+                return to_question
+            port = int(masters[-1].url.rpartition(":")[2])
+            return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
+
+        return answer
+
+    async with odd_server(answers(None)) as dead, odd_server(answers(b":1\r\n")) as successor:
+        masters.append(dead)
+        store = redis_store(dead.url.replace("redis:", "redis+cluster:"))
+        async with store.running(), asyncio.timeout(20):
+            masters.append(successor)
+            await refused(store.present([NAMES[0]]))
+            while not successor.heard[b"EXISTS"]:
+                with suppress(StoreUnavailableError):
+                    assert await store.present([NAMES[0]]) == [True]
+
+
 # Servers that send what no Redis sends
 
 
