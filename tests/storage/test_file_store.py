@@ -370,6 +370,7 @@ async def test_links_pipes_and_strangers_in_the_directory_do_no_harm(tmp_path: P
 async def test_what_somebody_removes_is_a_miss_and_made_again(tmp_path: Path, what: str) -> None:
     root = tmp_path / "store"
     store = file_store(root, capacity_bytes=1000)
+    open_before = len(os.listdir("/proc/self/fd"))
     async with store.running():
         assert await put_one(store, "t:f:1:0", bytes(800)) is PutStatus.STORED
         removed = {"root": [root], "content": [*root.iterdir()], "writers": [root / WRITERS]}
@@ -385,6 +386,7 @@ async def test_what_somebody_removes_is_a_miss_and_made_again(tmp_path: Path, wh
             assert await put_one(store, "t:f:3:0", b"x") is PutStatus.STORED
         assert await store.delete(["t:f:2:0", "t:f:3:0"]) >= 1
     assert list((root / WRITERS).iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) <= open_before
 
 
 async def test_a_file_system_that_is_gone_is_not_replaced_by_the_one_below(

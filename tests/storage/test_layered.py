@@ -13,6 +13,7 @@ import pytest
 from tests.faulty import FaultyStore
 from tests.latch import until
 from tests.storage.test_hung_disk import all_locked, hung_reads
+from tests.storage.test_redis_odd_servers import odd_server
 from tests.storage.values import (
     TWENTY,
     check,
@@ -20,6 +21,7 @@ from tests.storage.values import (
     fill,
     get_one,
     guarded,
+    landing,
     memory,
     put_one,
 )
@@ -39,6 +41,7 @@ from tierkv.storage.protocol import (
     PutStatus,
     Store,
 )
+from tierkv.storage.redis.url import RedisSettings
 
 STORED = PutStatus.STORED
 NAME = "t:f:a:0"
@@ -114,6 +117,21 @@ async def test_a_first_store_whose_writes_hang_leaves_the_second_one_in_use(
                     if puts[-1].done() and puts[-1].result() is PutStatus.STORED:
                         break
             assert not all(put.done() for put in puts)  # the first store still uses some buffers
+
+
+async def test_each_of_two_stores_has_the_whole_time_for_the_bytes_of_a_value() -> None:
+    """20 kB have 20 ms, and a write has its time limit of 100 ms, for each store."""
+    limits = ResilienceSettings(timeout_s=0.3, write_timeout_s=0.1, slowest_bytes_per_s=1e6)
+    settings = StoreSettings(resilience=limits, redis=RedisSettings(timeout_s=0.5))
+    async with odd_server(lambda verb: b"" if verb in (b"GET", b"SET") else b"+OK\r\n") as server:
+        url = f"layered:memory://|{server.url}"
+        async with (store := open_guarded_store(url, settings, SystemClock())).running():
+            read, _ = landing(NAME, 20_000 - (16 << 10))  # each value counts 16 KiB more
+            [got], [put] = await asyncio.gather(
+                store.get_into([read]), store.put([PutItem(NAME, (bytes(20_000),))])
+            )
+            assert got.reason.endswith("did not answer within 340 ms")
+            assert put.reason.endswith("did not answer within 240 ms")
 
 
 async def test_who_starts_while_one_of_several_stores_is_down_uses_it_when_it_is_back(
@@ -210,6 +228,10 @@ async def test_two_who_find_one_copy_rotten_cost_that_copy() -> None:
         before = first.num_operations
         assert await get_one(store, NAME, 6) == (GetStatus.HIT, b"whole!")
         await until(lambda: first.num_operations == before + 2, "a read and a copy in the near one")
+        await put_one(first, NAME, b"rotten", keep_existing=False)  # the copy rots later
+        assert await get_one(store, NAME, 6) == (GetStatus.HIT, b"rotten")
+        assert await store.forget_damaged([NAME]) == [True]
+        assert [await part.exists([NAME]) for part in (first, second)] == [0, 1]
 
 
 class Gated(MemoryStore):
@@ -247,7 +269,8 @@ async def test_a_value_that_is_read_from_afar_while_it_is_deleted_is_not_near_af
     begins: str,
 ) -> None:
     near, far = memory(), Gated()
-    async with (store := LayeredStore(near, far, LayeredSettings())).running():
+    settings = LayeredSettings(max_fill_bytes=len(b"value"))  # one copy at a time
+    async with (store := LayeredStore(near, far, settings)).running():
         assert await put_one(far, NAME, b"value") is STORED
         async with asyncio.TaskGroup() as group:
             near.hold_writes()

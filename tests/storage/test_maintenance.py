@@ -231,6 +231,18 @@ def test_a_value_that_cannot_be_read_is_told_and_the_rest_verified(
     assert run("verify", url).exit_code == 0
 
 
+def test_a_store_that_dies_while_it_is_verified_is_an_error_and_no_result(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dead(*_: object, **__: object) -> None:
+        raise StoreUnavailableError("it does not answer")
+
+    for method in ("get", "ping"):
+        monkeypatch.setattr(FileStore, method, dead)
+    with pytest.raises(StoreUnavailableError, match="does not answer"):
+        run("verify", url)
+
+
 def test_who_may_not_look_is_told_so(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path) -> bool:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))

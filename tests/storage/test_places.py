@@ -141,6 +141,22 @@ async def test_a_tenants_store_that_is_late_when_all_starts_is_asked_again(
         empty_redis.resume()
 
 
+class LateStore(MemoryStore):
+    """A store that opens as soon as `may_open` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(MemorySettings(), SystemClock())
+        self.num_tries = 0
+        self.may_open = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self.num_tries += 1
+        await self.may_open.wait()
+        async with super().running():
+            yield
+
+
 class ShutStore(MemoryStore):
     """A store that fails to open, as soon as `may_say` is set."""
 
@@ -180,6 +196,19 @@ async def test_a_store_that_cannot_be_opened_is_no_error_once_its_attach_was_can
     gc.collect()
     assert not unseen
     assert not place.attached
+
+
+async def test_a_store_that_opens_when_the_service_ends_is_closed_and_refused() -> None:
+    store, place = LateStore(), Places()
+    async with asyncio.timeout(20):
+        async with place.running():
+            attach = asyncio.ensure_future(place.attach(store))
+            await until(lambda: store.num_tries == 1, "a try")
+            asyncio.get_running_loop().call_soon(store.may_open.set)  # once the end has begun
+        with pytest.raises(StoreUnavailableError, match="the service is not running"):
+            await attach
+    with pytest.raises(StoreUnavailableError, match="is closed"):
+        await store.ping()
 
 
 async def test_hints_go_by_the_store_that_is_attached_then() -> None:

@@ -89,10 +89,13 @@ async def test_a_tenant_has_its_blocks_in_a_store_of_its_own() -> None:
         assert {state.tenant for state in here.service.storage_state()} == {""}
 
 
-async def test_a_store_that_came_back_empty_is_written_to_again() -> None:
+@pytest.mark.parametrize("is_attached_later", [False, True])
+async def test_a_store_that_came_back_empty_is_written_to_again(is_attached_later: bool) -> None:
     inner = memory()
     breaking = guarded(inner, failures_to_open=1, probe_interval_s=0.02, retries_per_operation=0)
-    async with tier(breaking) as here:
+    async with tier(None if is_attached_later else breaking) as here:
+        if is_attached_later:
+            await here.service.attach_storage(breaking)
         await here.run(TOKENS)
         assert await values_in(inner) >= 3
         await inner.delete([value.name for value in (await inner.list("tierkv", limit=99)).values])

@@ -194,6 +194,19 @@ async def test_a_tail_that_is_used_is_still_found_when_its_list_would_have_ended
                     await asyncio.sleep(0.01)  # the store is told in the background
 
 
+async def test_a_block_that_is_written_again_lives_on() -> None:
+    clock, ttl_s = TurnedClock(), 100.0
+    async with ground(num_tokens=4, clock=clock, ttl_s=ttl_s) as here:
+        for status in (PutStatus.STORED, PutStatus.EXISTED):
+            clock.now += 0.6 * ttl_s
+            await asyncio.sleep(0.005)
+            [outcome] = await here.io.flush(here.keys, ids(0))
+            assert outcome.status is status
+        async with asyncio.timeout(10):
+            while await first_end(here) < clock.now + 0.9 * ttl_s:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # the store is told in the background
+
+
 async def first_end(here: Ground) -> float:
     values = (await here.store.list("tierkv", limit=10)).values
     return min(value.expires_at or 0.0 for value in values)

@@ -129,6 +129,18 @@ async def test_a_prompt_that_several_sizes_have_written_in_turn_is_one_run() -> 
                     reader.check(6 + slot, whole)
 
 
+async def test_a_block_that_is_gone_and_stored_again_by_another_size_is_read() -> None:
+    async with nodes(FOUR, 4, 1) as (four, one):
+        [key] = keys = one.keys(BLOCK)
+        await four.io.flush(keys, ids(0))
+        assert await one.io.count_present(keys) == 1
+        await one.store.delete(four.slices.names_of(key, 4))
+        [gone] = await one.io.fetch(keys, ids(5))
+        await one.io.flush(keys, ids(0))
+        [again] = await one.io.fetch(keys, ids(5))
+        assert (gone.status, again.status) == (GetStatus.MISS, GetStatus.HIT)
+
+
 async def test_a_slice_of_another_rank_is_never_taken_for_ones_own() -> None:
     async with nodes(FOUR, 2, 2) as (writes, reads):
         [key] = writes.keys(BLOCK)
