@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -526,6 +527,19 @@ def test_storage_is_asked_once_whatever_the_number_of_groups(
             found = second.lookup("a", wanted)
             assert shared - 16 <= found.num_tokens <= shared
             assert second.store.num_rounds == 1
+
+
+@pytest.mark.parametrize(("num_lookups", "num_stored"), [(1, 0), (2, 32)])
+def test_blocks_of_all_groups_are_stored_once_they_were_found_often_enough(
+    num_lookups: int, num_stored: int, tmp_path: Path
+) -> None:
+    tokens, url = tokens_of(32), f"file://{tmp_path}"
+    with hybrid(MODELS["all"], url, write=WritePolicy.SELECTIVE) as first:
+        first.save(tokens)
+        for number in range(num_lookups):
+            first.check(f"lookup {number}", tokens, 32)
+    with hybrid(MODELS["all"], url) as second:
+        second.check("a", tokens, num_stored)
 
 
 def test_of_a_long_prompt_storage_is_asked_only_for_what_may_matter() -> None:

@@ -887,6 +887,7 @@ class HostSide:
             index = self._service.index
             promise.lease = lease = index.hold(here.node, here.stop)
             index.count_hit(lease)
+            self._service.tiers.copies.write_down(lease.node, here.stop)
             slots = index.slots(Tier.HOST, lease.node, 0, here.stop)
             promise.parts[self._main] = HeldRun(0, array("i", slots.tobytes()))
         for number, lookup in lookups.items():
