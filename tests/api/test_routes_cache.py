@@ -127,6 +127,18 @@ async def test_a_prefetch_too_many_is_refused_until_one_is_over(
         await prefetched(on.client, "other")
 
 
+async def test_of_prefetches_that_are_over_only_the_last_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefetches, "MAX_DONE", 1)
+    async with here() as on:
+        for name in ("first", "last"):
+            await on.client.post("/v1/prefetches", {"tokens": TOKENS, "request_id": name})
+            await prefetched(on.client, name)
+        assert (await on.client.get("/v1/prefetches/first")).status == 404
+        assert (await on.client.get("/v1/prefetches/last")).status == 200
+
+
 async def test_a_pin_too_many_is_refused_until_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pins, "MAX_PINS", 2)
     async with here() as on:

@@ -198,6 +198,14 @@ async def test_an_unknown_hint_is_ignored_and_counted(on: Here, unknown: str) ->
     assert await num_hints(on.client) == (0, 3 * num_ignored)
 
 
+async def test_a_request_repeated_with_other_hints_or_session_is_the_same_request(on: Here) -> None:
+    body = BODY | {"request_id": "r"}
+    first = await on.client.post("/v1/generate", body)
+    for more in (hints(FETCH), {"session_id": "s"}):
+        again = await on.client.post("/v1/generate", body | more)
+        assert (again.status, again.body) == (200, first.body)
+
+
 @pytest.mark.parametrize(
     "envelope", [{"actions": []}, {"protocol_version": "0.1", "actions": [FETCH] * 257}, "0.1"]
 )

@@ -8,15 +8,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from tests.api.guarded import Callers, Guarded, bearer, guarded
-from tests.api.nodes import Answer, Json
+from tests.api.nodes import Answer, Json, settings
 from tests.e2e.exact import truth
 from tests.gateway.scripted import in_front
+from tierkv.api.node import Node
+from tierkv.clock import SystemClock
 from tierkv.gateway.settings import GatewaySection, GatewaySettings
+from tierkv.gpu.cpu import CpuDevice
 from tierkv.http.callers import RoleName, ticket_name
 from tierkv.refmodel.model import decode
-from tierkv.storage.memory import MemoryStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
 
 NAMES = ("one", "two", "")  # "": a caller of no tenant
 LENGTH = 40  # two blocks and a tail, of which the last token is always computed
@@ -151,6 +155,17 @@ async def test_what_a_tenant_has_is_not_there_for_another(cast: Cast) -> None:
             if method == "GET":
                 assert (await one.ask(method, path)).status == 200, path
         await one.ask("DELETE", "/v1/pins/p")
+
+
+async def test_blocks_of_an_adapter_belong_to_the_tenant_of_their_node() -> None:
+    """As all blocks of callers without a tenant."""
+    plain = settings()
+    chosen = replace(plain, cache=replace(plain.cache, tenant="own"))
+    memory = MemoryStore(MemorySettings(), SystemClock())
+    node = Node(chosen, device=CpuDevice(), store=memory)
+    async with node.running():
+        of_adapter = node.service.fingerprint_of(node.space("", "chat"))
+        assert (of_adapter.tenant, of_adapter.adapter) == ("own", "chat")
 
 
 async def test_ids_cannot_be_made_that_are_another_tenants(cast: Cast) -> None:

@@ -112,9 +112,12 @@ def test_calls_that_are_held_wake_nobody_until_they_are_flushed_or_waited_for() 
         pass
     exchange.flush()
     assert woken == ["woken"], "there is nothing to do"
+    exchange.cancel(first)
+    exchange.flush()
+    assert woken == ["woken"] * 2, "a cancellation alone is sent too"
     with pytest.raises(GateTimeoutError):
         exchange.submit("second", "", lambda: None).wait(0.0)
-    assert woken == ["woken"] * 2
+    assert woken == ["woken"] * 3
     with engine() as here:
         here.cache.calls.holds = True
         held = here.cache.stats()
@@ -201,6 +204,21 @@ def test_a_call_that_waits_for_blocks_can_be_cancelled_and_leaves_nothing() -> N
         here.cache.end("one").wait(PATIENCE_S)
         here.run("two", PROMPT)
         assert here.findings() == []
+
+
+def test_of_requests_that_wait_the_one_of_the_highest_priority_is_admitted_first() -> None:
+    with engine(device_blocks=8) as here:
+        here.cache.admit("all", ALL, max_new_tokens=0).wait(PATIENCE_S)
+        low, high = (
+            here.cache.admit(name, ALL, max_new_tokens=0, priority=priority)
+            for name, priority in (("low", 0), ("high", 1))
+        )
+        here.cache.end("all")
+        high.wait(PATIENCE_S)
+        assert not low.is_done
+        here.cache.end("high")
+        low.wait(PATIENCE_S)
+        here.cache.end("low").wait(PATIENCE_S)
 
 
 def test_an_abort_ends_a_request_whatever_it_is_doing() -> None:

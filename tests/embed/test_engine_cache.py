@@ -188,13 +188,17 @@ def test_nothing_that_was_being_saved_or_published_is_found_after_a_reset(tmp_pa
         save_some(on, tokens, 0, 4, ticket="t")
         on.latch.hold(Direction.OFFLOAD)
         on.start_save("p", tokens, blocks[4:6], first=[4], ticket="t")
+        of_the_released = tokens_of(SIZE, 2)
+        on.start_save("released", of_the_released, [50])
+        on.cache.release("released")
         on.cache.reset().wait(PATIENCE_S)
         on.latch.release()
-        on.until(lambda: len(on.seen.saved) == 2)
+        on.until(lambda: len(on.seen.saved) == 3)
         rest = on.cache.save("p", on.prompt(tokens), [blocks], ticket="t", first_tokens=[7])
         assert rest is None
         assert isinstance(on.published("p"), HandoffError)
         assert on.lookup("b", tokens).num_tokens <= 4 * SIZE  # that the store was given before
+        assert on.lookup("c", of_the_released).num_tokens == 0
         on.cache.release("p")
         on.save(tokens)
         on.check("d", tokens, LONG)
@@ -232,6 +236,17 @@ def test_a_promise_that_nobody_loads_expires_and_holds_nothing() -> None:
         assert on.lookup("b", tokens, promise_ttl_s=0.05) == Found(2 * SIZE)
         on.until(lambda: on.cache.lookup("b", on.prompt(tokens)) is None)
         on.check("b", tokens, 2 * SIZE)
+
+
+def test_what_a_lookup_found_for_a_request_that_ended_meanwhile_is_not_held() -> None:
+    """The engine releases the request before it has read the answer."""
+    tokens = tokens_of(2 * SIZE)
+    with engine() as on:
+        on.save(tokens)
+        assert on.cache.lookup("b", on.prompt(tokens)) is None
+        on.cache.wait_for_lookup("b", PATIENCE_S)
+        on.cache.release("b")
+        assert on.cache.reset().wait(PATIENCE_S) == 0
 
 
 @pytest.mark.promise("A preempted engine request finds its blocks again.")

@@ -13,6 +13,7 @@ import sys
 import time
 from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from tests.embed.engine_rank import StepMessage
 from tests.embed.steps import Steps, ask, local_ranks, plan_of
 from tests.embed.test_groups import hybrid
 from tests.embed.tp_engine import BLOCKS, ROOT, TpEngine, a_cache, engine
-from tests.latch import PATIENCE_S
+from tests.latch import PATIENCE_S, CopyLatch, ManualEvent
 from tests.world import BLOCK, GQA
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import CacheGroup, GroupKind
@@ -180,6 +181,24 @@ def test_a_rank_that_never_comes_is_lost_at_the_deadline(tmp_path: Path) -> None
         late.connect(str(tmp_path / "s"))
         assert "restart the engine" in str(_load(late).problem), "its slots are others' now"
         late.close()
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_copies_wait_for_all_that_the_stream_computes_unless_kernels_are_named(
+    is_named: bool,
+) -> None:
+    latch, named, recorded = CopyLatch(), ManualEvent(), ManualEvent()
+    device = CpuDevice(before_copy=latch)
+    device.compute_stream = Mock(record=lambda: recorded)
+    arrays = [np.zeros((4, plane.block_bytes), np.uint8) for plane in GQA.planes]
+    planes = WorkerPlanes(device, EnginePlanes(GQA, arrays))
+    planes.attach(device.allocate_host(GQA, 4))
+    for event in (named, recorded):
+        event.finish()
+    planes.start_saves(plan_of(1, "offload", [0], [1]), [named] if is_named else [])
+    planes.start_loads(plan_of(2, "load", [1], [2]), [named] if is_named else [])
+    planes.close()
+    assert [copy.after for copy in latch.seen] == [(named if is_named else recorded,)] * 2
 
 
 def test_a_plan_that_comes_before_the_host_slots_waits_for_them(tmp_path: Path) -> None:

@@ -145,9 +145,9 @@ def test_engines_share_a_quarter_of_a_node_s_slots_for_saves_equally(tmp_path: P
     """One alone has all of it; when others come or go it hears of its part as it asks for more."""
     with node(tmp_path / "node") as at, ExitStack() as stack:
 
-        def come(name: str) -> NodeHost:
+        def come(name: str, model: str = "model") -> NodeHost:
             host = NodeHost(at.path, name=name)
-            host.open(Fingerprint("model", GQA), as_groups([GQA]))
+            host.open(Fingerprint(model, GQA), as_groups([GQA]))
             stack.callback(host.close)
             return host
 
@@ -160,11 +160,22 @@ def test_engines_share_a_quarter_of_a_node_s_slots_for_saves_equally(tmp_path: P
         assert taken(hosts[0], has=0) == SLOTS // 16, "it was told of a quarter"
         assert taken(hosts[0], has=SLOTS // 16) == 0
         assert taken(hosts[1], has=SLOTS // 16 + 1) == 0, "it has more than its part"
+        with pytest.raises(ConfigError, match="another model"):
+            come("refused", model="another")  # and gets no part
         for host in hosts[1:]:
             host.close()
         until(lambda: at.log.count("its slots and promises were released") == 3)
         assert taken(hosts[0], has=SLOTS // 16) == SLOTS // 4 - SLOTS // 16
         assert hosts[0].max_reserved[0] == SLOTS // 4
+
+
+def test_blocks_that_an_engine_found_and_did_not_load_in_time_are_not_held_at_the_node(
+    tmp_path: Path,
+) -> None:
+    with node(tmp_path / "node") as at, hybrid([FULL], node=NodeHost(at.path)) as on:
+        on.save(TOKENS)
+        assert on.lookup("b", TOKENS, promise_ttl_s=0.05) == Found(len(TOKENS))
+        on.until(lambda: on.cache.reset().wait(PATIENCE_S) == 0)
 
 
 @pytest.mark.promise("A killed engine leaves no slot in use.")

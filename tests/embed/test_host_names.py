@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from tests.embed.test_engine_cache import engine
 from tests.embed.test_groups import SIZE, Hybrid, tokens_of
+from tests.faulty import FaultyStore
 from tests.latch import PATIENCE_S
 from tests.redis_server import redis_server
 from tierkv.embed.engine_cache import Found
@@ -82,6 +84,23 @@ def test_blocks_that_storage_has_brought_count_once_they_are_named() -> None:
             on.cache.name_blocks(on.prompt(tokens), names_of(tokens))
             on.until(lambda: on.cache.num_on_host(names_of(tokens)) == 3)
             on.cache.release("b")
+
+
+def test_blocks_that_left_the_host_before_they_were_stored_do_not_count(tmp_path: Path) -> None:
+    tokens = tokens_of(3 * SIZE)
+    with engine(f"file://{tmp_path}", around=FaultyStore) as on:
+        on.store.hold_writes()
+        save(on, tokens)
+        on.until(lambda: on.store.num_held)
+        assert on.cache.reset().wait(PATIENCE_S) == 0
+        on.store.release()
+
+        def is_stored() -> bool:
+            on.cache.stats().wait(PATIENCE_S)
+            return any(event.tier == "storage" for event in on.cache.read_events())
+
+        on.until(is_stored)
+        assert on.cache.num_on_host(names_of(tokens)) == 0
 
 
 def test_a_lookup_may_end_alone_and_its_request_goes_on_saving() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -66,6 +67,22 @@ def test_an_error_in_the_loop_reaches_every_pending_and_every_later_call(
             here.cache.close()
         assert isinstance(failed.value.__cause__, RuntimeError)
         here.cache.close()  # who closes again has been told
+
+
+def test_a_service_that_fails_while_it_copies_keeps_no_caller_until_the_copy_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tierkv.embed.thread._UNWIND_S", 0.05)
+    with engine_that_loads() as here:
+        here.cache.admit("one", PROMPT, max_new_tokens=4)
+        until(lambda: here.latch.num_held > 0)
+        waiting = here.cache.run("wait", lambda _: asyncio.Event().wait())
+        here.cache.run("explode", _explode_in_a_task)
+        assert isinstance(done(waiting).error, ServiceFailedError)
+        assert here.latch.num_held == 1
+        here.latch.release()
+        with pytest.raises(ServiceFailedError, match="nobody expected this"):
+            here.cache.close()
 
 
 def test_what_keeps_a_service_from_opening_is_raised_by_open() -> None:

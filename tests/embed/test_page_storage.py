@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import subprocess
 import sys
 import threading
@@ -118,6 +119,15 @@ def test_closing_lets_what_is_under_way_end_and_refuses_what_comes_later(url: st
         with pytest.raises(ShuttingDownError):
             pool.present(keys).result(0)
     assert not [thread for thread in threading.enumerate() if thread.name == "tierkv-pages"]
+
+
+def test_an_engine_may_unmap_its_memory_once_the_storage_is_closed() -> None:
+    memory = mmap.mmap(-1, 8 * mmap.PAGESIZE)
+    pages = np.frombuffer(memory, np.uint8).reshape(8, -1)
+    with opened("memory://", pages) as (_, pool):
+        assert pool.store(KEYS, range(8)).result(_WAIT_S) == [True] * 8
+    del pages
+    memory.close()  # BufferError while an array uses it
 
 
 @pytest.mark.parametrize("closes", ["never", "when the interpreter ends"])

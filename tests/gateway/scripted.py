@@ -74,6 +74,7 @@ class ScriptedNode:
         self.trouble = ""  # what it says of its store
         self.is_frozen = False  # as a machine that is gone: probes get no answer
         self.near = 0
+        self.is_mute = False  # of what it has of a prompt
         self.model: str | None = "tierkv-ref-tiny"
         self.lies_from: int | None = None
         self.claims_nothing = False  # computes instead, as without a ticket
@@ -125,6 +126,8 @@ class ScriptedNode:
         return web.json_response({"fingerprint": {"model": self.model}})
 
     async def _lookup(self, request: web.Request) -> web.Response:
+        if self.is_mute:
+            raise web.HTTPServiceUnavailable
         if self.raw is not None:
             return web.Response(body=self.raw)
         return web.json_response(

@@ -17,7 +17,7 @@ from tests.gateway.scripted import (
     stage,
     text_of,
 )
-from tests.latch import until
+from tests.latch import PATIENCE_S, until
 from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.settings import DeadlineSection, HealthSection, LimitsSection
 
@@ -152,11 +152,29 @@ async def test_a_prefill_node_that_dies_is_replaced_under_the_same_ticket(
     assert at_all(on.decode, "decode") == 1
 
 
+async def test_a_caller_is_told_what_the_prefill_node_had_cached_and_not_what_it_handed_over(
+    on: Stage,
+) -> None:
+    script(on.prefill, near=64)
+    script(on.decode, near=len(PROMPT) - 65)  # fewer would be computed without a hand-off
+    asked = await on.caller.ask({"prompt": PROMPT})
+    assert asked.usage["prompt_tokens_details"]["cached_tokens"] == 64
+
+
 async def test_the_prefill_node_that_holds_the_prefix_is_asked(on: Stage) -> None:
     on.prefill[1].near = len(PROMPT) - 100
     for _ in range(4):
         await answered(on)
     assert [len(node.calls) for node in on.prefill] == [0, 4]
+
+
+async def test_a_node_that_does_not_say_what_it_has_is_taken_to_have_what_it_was_sent() -> None:
+    async with stage(0, 0, 2) as on:
+        on.both[1].near = len(PROMPT) - 100
+        await answered(on)
+        script(on.both, is_mute=True)
+        await answered(on)
+        assert [len(node.calls) for node in on.both] == [0, 2]
 
 
 async def test_a_node_that_is_busy_with_long_prompts_is_passed_over_despite_its_prefix(
@@ -210,10 +228,15 @@ async def test_the_only_node_gets_another_chance_after_it_has_failed() -> None:
         assert at_all(on.both, "generate") == 2
 
 
-async def test_a_text_becomes_tokens_at_a_node_that_answers_and_once(on: Stage) -> None:
-    script(on.nodes[:-1], raw=b"no tokens")
-    await answered(on)
-    assert [node.texts for node in on.nodes] == [[], [], [], [PROMPT.encode()]]
+async def test_a_text_becomes_tokens_at_a_node_that_answers_and_once() -> None:
+    """Those that did not are left alone, as after any failure."""
+    health = HealthSection(probe_interval_s=PATIENCE_S, eject_s=PATIENCE_S, max_eject_s=PATIENCE_S)
+    async with stage(health=health) as on:
+        script(on.nodes[:-1], raw=b"no tokens")
+        await answered(on)
+        assert [node.texts for node in on.nodes] == [[], [], [], [PROMPT.encode()]]
+        states = [on.gateway.states()[node.url][0] for node in on.nodes]
+        assert states == [NodeState.EJECTED] * 3 + [NodeState.READY]
 
 
 @STREAMED

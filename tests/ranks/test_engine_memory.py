@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 
@@ -16,10 +17,12 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.embed import Embedded
 from tierkv.errors import ConfigError, LayoutError
 from tierkv.pd.settings import HandoffSettings
+from tierkv.ranks.link import HostRegion, Link, SharedMemory, close_all
 from tierkv.ranks.memory import (
     EngineCpuDevice,
     EnginePlanes,
     SharedSlots,
+    join,
     pieces,
     shared_memory,
     shared_slots,
@@ -88,6 +91,23 @@ def test_shared_slots_are_seen_by_all_that_map_them_each_its_piece() -> None:
     small = shared_memory(39)
     with pytest.raises(ConfigError, match="cannot be mapped"):
         SharedSlots(small, 4, 10, slice(0, 10))
+
+
+def test_a_rank_that_cannot_map_its_slots_keeps_nothing_that_it_was_sent() -> None:
+    """Its end of the life socket is closed too: it will not copy."""
+    (here, there), (mine, life) = socket.socketpair(), socket.socketpair()
+    slots = [shared_memory(size) for size in (40, 39)]
+    regions = (HostRegion(4, 10, 0, 10),) * 2
+    descriptors = [*slots, life.fileno()]
+    Link(there).send(SharedMemory(regions, has_life=True), descriptors=descriptors)
+    close_all(slots)
+    life.close()
+    with pytest.raises(ConfigError, match="cannot be mapped"):
+        join(Link(here), 0, [EnginePlanes(GQA, _arrays())])
+    mine.setblocking(False)
+    assert mine.recv(1) == b""
+    for end in (here, there, mine):
+        end.close()
 
 
 def test_shared_slots_can_be_used_before_they_have_their_memory() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.latch import PATIENCE_S
 from tierkv.errors import ConfigError, StoreCorruptError
 from tierkv.ranks.link import (
     MAGIC,
@@ -14,6 +15,7 @@ from tierkv.ranks.link import (
     Goodbye,
     Hello,
     HostRegion,
+    Link,
     Record,
     SharedMemory,
     WorkerRefused,
@@ -53,6 +55,18 @@ def test_a_record_that_cannot_be_is_refused(change: dict[str, object]) -> None:
 
 def test_fields_that_are_not_known_are_passed_over() -> None:
     assert read(seal(MAGIC, VERSION, BODY | {"later": 1})) == RECORDS[0]
+
+
+def test_a_link_on_which_nothing_comes_for_a_while_stays_open() -> None:
+    here, there = socket.socketpair()
+    link, other = Link(here), Link(there)
+    here.settimeout(0.01)
+    assert link.receive() == []
+    other.send(Goodbye())
+    here.settimeout(PATIENCE_S)
+    assert [read(one) for one in link.receive()] == [Goodbye()]
+    for end in (link, other):
+        end.close()
 
 
 @pytest.mark.promise("A new engine removes sockets of killed engines and no living one.")
