@@ -174,7 +174,7 @@ def test_blocks_that_an_engine_found_and_did_not_load_in_time_are_not_held_at_th
 ) -> None:
     with node(tmp_path / "node") as at, hybrid([FULL], node=NodeHost(at.path)) as on:
         on.save(TOKENS)
-        assert on.lookup("b", TOKENS, promise_ttl_s=0.05) == Found(len(TOKENS))
+        assert on.lookup("b", TOKENS, promise_ttl_s=0.2) == Found(len(TOKENS))
         on.until(lambda: on.cache.reset().wait(PATIENCE_S) == 0)
 
 
