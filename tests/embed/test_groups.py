@@ -25,12 +25,14 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import (
     NO_BLOCK,
     CacheGroup,
+    FlatBlock,
+    FlatBlocks,
     GroupKind,
     longest_of_all,
     main_group,
     slots_of,
 )
-from tierkv.cache.keys import Fingerprint
+from tierkv.cache.keys import Fingerprint, StoredKey, pack
 from tierkv.cache.layout import Layout, Plane, layered
 from tierkv.clock import SystemClock
 from tierkv.embed import EngineCacheSettings
@@ -315,6 +317,17 @@ def test_a_group_needs_these_blocks(
     group: CacheGroup, length: int, have: int, expected: range
 ) -> None:
     assert group.needed(length, have) == expected
+
+
+def test_of_the_blocks_of_a_used_prompt_the_last_one_is_evicted_first() -> None:
+    evicted: list[int] = []
+    blocks = FlatBlocks("host", 3, lambda block: evicted.append(block.position))
+    keys = [StoredKey(bytes([at]) * 32, SIZE, is_tail=False, space="") for at in range(3)]
+    for at, slot in enumerate(blocks.allocate(3)):
+        assert blocks.put(FlatBlock(keys[at], b"", pack([at] * SIZE), b"", at, slot))
+    blocks.use([key.digest for key in keys])
+    blocks.allocate(3)
+    assert evicted == [2, 1, 0]
 
 
 def test_host_memory_is_divided_so_that_every_group_holds_as_many_tokens() -> None:

@@ -100,6 +100,18 @@ async def test_what_was_stored_after_a_question_is_not_lost_by_its_answer() -> N
             assert blocks(told, CacheEventKind.EVICTED, "storage") == [1, 2, 3]
 
 
+async def test_what_is_stored_is_told_to_one_who_listens_after_all_others_have_left() -> None:
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
+        with here.service.events.subscribe():
+            held = await here.computed(tokens(16))
+            await here.settle()
+        here.service.reset()  # until storage is asked again, nothing counts as stored
+        with here.service.events.subscribe() as later:
+            await here.ended(held)
+            await here.run(tokens(16))
+            assert blocks(later.drain(), CacheEventKind.STORED, "storage") == [0, 1, 2, 3]
+
+
 async def test_blocks_that_a_publish_stores_or_misses_are_told() -> None:
     async with world(with_store=True, host_write=NONE, storage_write=NONE) as here:
         prompt, index = here.prompt(tokens(18)), here.service.index

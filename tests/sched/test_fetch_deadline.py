@@ -85,6 +85,21 @@ async def test_a_fetch_that_came_too_late_teaches_how_slow_the_tier_is() -> None
 
 
 @simulated
+async def test_a_fetch_that_ends_after_its_request_went_on_protects_nothing() -> None:
+    async with fetching() as here:
+        prompt = await stored(here, 18)
+        here.service.note_prefill(1000, 1.0)
+        here.service.estimator.tier.note_transfer(1e9, 0.1)
+        here.the_store.delay_s = 0.2
+        request = await here.admit(prompt)
+        assert request.cached_tokens == 0
+        await here.ended(request)
+        where = await here.service.lookup(here.prompt(prompt))
+        assert where.host_tokens == 18, "the fetch has ended, with a tail"
+        assert here.service.reset() == 0
+
+
+@simulated
 async def test_a_claim_whose_ticket_is_not_found_in_time_teaches_how_slow_the_tier_is() -> None:
     async with fetching() as here:
         here.service.note_prefill(1000, 1.0)

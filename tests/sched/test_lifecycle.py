@@ -319,6 +319,25 @@ async def test_a_shrink_does_not_wait_until_nobody_is_in_line(
         await on.settle()
 
 
+async def test_a_request_for_which_a_shrinking_device_has_too_few_blocks_takes_none() -> None:
+    async with world(device_blocks=8, host_write=NONE) as on:
+        low = await on.admit(tokens(8))
+        middle = await on.admit(tokens(16, 100))
+        high = await on.admit(tokens(8, 200))
+        assert sorted(middle.block_table.tolist()) == [2, 3, 4, 5]
+        waits = asyncio.ensure_future(on.admit(tokens(16, 300)))
+        shrinks = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 4))
+        await turns(5)
+        on.service.scheduler.end(middle)  # two of its blocks stay, for one that wants four
+        assert not waits.done()
+        assert on.service.verify() == []
+        on.service.scheduler.end(low)
+        request = await finish(waits)
+        on.service.scheduler.end(high)
+        await finish(shrinks)
+        await on.ended(request)
+
+
 async def test_of_two_wakes_at_once_one_is_refused_and_takes_no_memory() -> None:
     async with world(device_blocks=8) as on:
         await on.service.sleep()

@@ -324,10 +324,10 @@ async def test_a_wait_cancelled_just_before_its_load_has_settled_leaves_the_load
         await here.ended(*above)
 
 
-@pytest.mark.parametrize("ends_first", [False, True])
+@pytest.mark.parametrize("ends", ["before the failure", "at the failure", "after the failure"])
 @pytest.mark.parametrize(("count", "cached"), [(3, 0), (11, 8), (16, 8)])  # a tail, or whole blocks
 async def test_blocks_whose_kernels_failed_are_not_cached(
-    count: int, cached: int, *, ends_first: bool
+    count: int, cached: int, ends: str
 ) -> None:
     async with world(host_write=WritePolicy.WRITE_THROUGH) as here:
         prompt, event = tokens(count), ManualEvent()
@@ -337,12 +337,13 @@ async def test_blocks_whose_kernels_failed_are_not_cached(
             await here.service.scheduler.commit(request, pack(prompt[:cached]))
         await here.service.scheduler.commit(request, pack(prompt), after=[event])
         failure = TransferError("the kernel that wrote them failed")
-        if ends_first:
+        if ends == "before the failure":
             here.service.scheduler.end(request)
             event.finish(failure)
         else:
             event.finish(failure)
-            await until(lambda: here.service.tiers.work.num_tasks == 0, "the end of the commit")
+            if ends == "after the failure":
+                await until(lambda: here.service.tiers.work.num_tasks == 0, "the end of the commit")
             here.service.scheduler.end(request, after=[event])
         await here.settle()
         found = await here.service.lookup(here.prompt(prompt))

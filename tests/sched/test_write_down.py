@@ -282,3 +282,14 @@ async def test_a_block_that_is_matched_again_while_its_copy_waits_is_not_queued_
         assert here.service.tiers.work.num_tasks <= before
         here.latch.release()
         await here.settle()
+
+
+async def test_a_block_that_has_left_the_host_is_copied_there_again_when_it_is_matched() -> None:
+    async with world(host_write=THROUGH, device_blocks=32, host_blocks=4) as here:
+        await here.run(tokens(16))
+        await here.run(tokens(16, 100))  # the host has room for one of the two
+        request = await here.admit([*tokens(16), 1])
+        assert request.matched.device_tokens == 16
+        await here.ended(request)
+        await finish(here.service.sleep(keeps_blocks=False))
+        assert (await here.service.lookup(here.prompt(tokens(16)))).host_tokens == 16

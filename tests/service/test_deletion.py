@@ -71,6 +71,16 @@ async def test_what_a_request_holds_through_a_deletion_is_never_found_again() ->
         assert here.service.stats().device.used == 0
 
 
+async def test_what_a_request_of_before_a_deletion_computes_after_it_is_not_found() -> None:
+    async with world(with_store=True) as here:
+        request = await here.admit(PROMPT)
+        await here.service.free(clears_storage=True)
+        await here.commit(request, PROMPT)
+        assert (await here.service.lookup(here.prompt(PROMPT))).device_tokens == 0
+        await here.ended(request)
+        assert await here.run(PROMPT) == NOTHING
+
+
 async def test_what_is_fetched_while_it_is_deleted_is_not_found() -> None:
     async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
         await here.run(PROMPT)

@@ -16,6 +16,7 @@ from tests.layouts import LAYOUTS
 from tierkv.errors import LayoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Lane, Planes
+from tierkv.transfer import mover as mover_module
 from tierkv.transfer.mover import Mover
 
 LAYOUT = LAYOUTS["fp8"]
@@ -198,6 +199,19 @@ async def test_of_a_load_it_is_told_when_each_layer_was_there() -> None:
         assert list(times.total_s) == sorted(times.total_s)
         await finish(mover.load(ids(0), ids(0)).done())  # soon after: is not looked at either
         assert mover.layer_times is times
+
+
+async def test_after_a_load_that_failed_the_next_one_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mover_module, "_TIMED_EVERY_S", 0.0)
+    async with ground() as here:
+        here.latch.fail_next(Direction.LOAD)
+        with pytest.raises(TransferError):
+            await finish(here.mover.load(ids(0), ids(0)).done())
+        assert here.mover.layer_times.num_loads == 0
+        await finish(here.mover.load(ids(0), ids(0)).done())
+        assert here.mover.layer_times.num_loads == 1
 
 
 class BadlyMade(Layers):
