@@ -111,10 +111,6 @@ class PromiseWait:
     is_sooner: bool = True
     compute_s: float = 0.0
 
-    @property
-    def is_over(self) -> bool:
-        return self.promise.is_over or self.promise.first >= self.stop
-
 
 class Computing:
     """The blocks that the running requests of a node will compute (their promises).
