@@ -1257,7 +1257,7 @@ class TicketLedger:
             if found is not None and found.created_at == issued.created_at:
                 end = Standing.ACKNOWLEDGED
         if self._issued.get(ticket_id) is not issued:
-            return  # another ticket has taken the id meanwhile
+            return  # another ticket has taken the id during the read
         if end is None:
             self._issued.move_to_end(ticket_id)  # check other tickets first next time
         else:

@@ -433,7 +433,7 @@ class Service:
         """Return the name of the space for a tenant's prompts; open the space on first use.
 
         Args:
-            tenant: name of the tenant; "" for the node's own.
+            tenant: name of the tenant; "" for blocks without a tenant.
             adapter: name and revision of LoRA weights; "" for none.
 
         Returns:
