@@ -491,6 +491,14 @@ def test_a_fetch_that_failed_is_no_problem_if_the_host_has_the_whole_prompt_by_t
         on.store.fail_next(0)
 
 
+@pytest.mark.parametrize("groups", [[FULL], [WINDOW, STATE]])
+def test_a_lookup_says_why_stored_blocks_could_not_be_used(groups: list[CacheGroup]) -> None:
+    text = tokens_of(32)
+    with filled(groups, [text], policy=FetchPolicy.WAIT_COMPLETE) as on:
+        on.store.flip_next_get(*[0] * 100)
+        assert "fewer than a header" in on.lookup("a", text).problem
+
+
 class Counting(StoreWrapper):
     """Counts the names that are asked for, and the rounds of questions: questions that are under
     way at the same time are one round. lies: whether the answer is that all names are there."""
