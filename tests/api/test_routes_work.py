@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -21,7 +22,9 @@ BODY = {"prompt": decode_text(PROMPT), "max_tokens": 8}
 
 async def test_text_goes_in_and_comes_out_the_same_from_the_cache(on: Here) -> None:
     cold = await on.client.post("/v1/generate", BODY)
+    began = time.monotonic()
     warm = await on.client.post("/v1/generate", BODY)
+    took_s = time.monotonic() - began
     assert cold.status == warm.status == 200
     assert cold.body["tokens"] == warm.body["tokens"] == list(truth(PROMPT, 8).tokens)
     assert cold.body["text"] == decode_text(cold.body["tokens"])
@@ -29,7 +32,7 @@ async def test_text_goes_in_and_comes_out_the_same_from_the_cache(on: Here) -> N
     assert warm.body["matched"] == {"device": 99, "host": 0, "storage": 0, "direct": 0}
     assert (warm.body["prompt_tokens"], warm.body["computed_tokens"]) == (100, 1)
     assert warm.body["load_problem"] is None
-    assert 0 < warm.body["time_to_first_token_s"] <= warm.body["total_s"]
+    assert 0 < warm.body["time_to_first_token_s"] <= warm.body["total_s"] <= took_s
 
 
 async def test_sampling_is_what_the_body_says(on: Here) -> None:
